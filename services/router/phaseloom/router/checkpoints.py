@@ -54,7 +54,7 @@ from phaseloom.common.transport.services import request_reply
 
 R = TypeVar("R", CheckpointsFound, CheckpointErased, ArchiveOpened, ArchiveRead)
 
-_ANSWER_S = 4.0
+_ANSWER_TIMEOUT_S = 4.0
 """Time limit for a node's answer; below the time that `call_api` waits for ours."""
 
 
@@ -73,13 +73,15 @@ class Checkpoints:
             if name := getattr(request, field):
                 check_name(name, field)
         nodes = await nodes_up(self._bus)
-        asked = FindCheckpoints(tenant, request.job, request.deployment)
+        node_request = FindCheckpoints(tenant, request.job, request.deployment)
         answers = await asyncio.gather(
-            *(self._try(node, asked, CheckpointsFound) for node in nodes)
+            *(self._try(node, node_request, CheckpointsFound) for node in nodes)
         )
         silent = [n for n, a in zip(nodes, answers, strict=True) if isinstance(a, PhaseloomError)]
-        found = (each for a in answers if isinstance(a, CheckpointsFound) for each in a.checkpoints)
-        return CheckpointList(merged(found), silent)
+        checkpoints = (
+            saved for a in answers if isinstance(a, CheckpointsFound) for saved in a.checkpoints
+        )
+        return CheckpointList(merged(checkpoints), silent)
 
     async def show(self, tenant: str, request: CheckpointRequest) -> SavedCheckpoint:
         """Describe a checkpoint and its files.
@@ -87,8 +89,8 @@ class Checkpoints:
         Raises: CallerError: NOT_FOUND, or an invalid name. ResourceError: a node did not answer.
         """
         key, name = _named(tenant, request)
-        asked = DescribeCheckpoint(key, name)
-        answers = await self._first(asked, CheckpointsFound)
+        node_request = DescribeCheckpoint(key, name)
+        answers = await self._first(node_request, CheckpointsFound)
         return answers.checkpoints[0]
 
     async def expire(self, tenant: str, request: ExpireCheckpoint) -> SavedCheckpoint:
@@ -136,10 +138,10 @@ class Checkpoints:
                 field="archive",
                 remedy="name the one that `checkpoint.archive` was answered with",
             )
-        asked = ReadArchivePart(tenant, request.archive, request.offset)
-        return ArchivePart((await self._ask(node, asked, ArchiveRead)).content)
+        node_request = ReadArchivePart(tenant, request.archive, request.offset)
+        return ArchivePart((await self._request(node, node_request, ArchiveRead)).content)
 
-    async def _first(self, asked: NodeCheckpointRequest, kind: type[R]) -> R:
+    async def _first(self, node_request: NodeCheckpointRequest, kind: type[R]) -> R:
         """Return the answer of the first node that has the checkpoint.
 
         Requests go to one node after another, so that no action is performed twice.
@@ -150,7 +152,7 @@ class Checkpoints:
         missing: PhaseloomError | None = None
         silent: PhaseloomError | None = None
         for node in await nodes_up(self._bus):
-            answer = await self._try(node, asked, kind)
+            answer = await self._try(node, node_request, kind)
             if not isinstance(answer, PhaseloomError):
                 return answer
             if isinstance(answer, CallerError) and answer.info.code is not Code.NOT_FOUND:
@@ -162,19 +164,19 @@ class Checkpoints:
         raise silent or missing or ResourceError("no node is up", remedy="try again")
 
     async def _try(
-        self, node: str, asked: NodeCheckpointRequest, kind: type[R]
+        self, node: str, node_request: NodeCheckpointRequest, kind: type[R]
     ) -> R | PhaseloomError:
         try:
-            return await self._ask(node, asked, kind)
+            return await self._request(node, node_request, kind)
         except PhaseloomError as error:
             return error
 
-    async def _ask(self, node: str, asked: NodeCheckpointRequest, kind: type[R]) -> R:
+    async def _request(self, node: str, node_request: NodeCheckpointRequest, kind: type[R]) -> R:
         message = await request_reply(
             self._bus.client,
             checkpoint_subject(NodeId(node)),
-            encode(asked),
-            timeout_s=_ANSWER_S,
+            encode(node_request),
+            timeout_s=_ANSWER_TIMEOUT_S,
             headers={CONTENT_TYPE: MSGPACK},
         )
         answer: NodeCheckpointReply = decode(
@@ -187,18 +189,18 @@ class Checkpoints:
         return answer
 
 
-def merged(found: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:
+def merged(checkpoints: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:
     """Merge the nodes' checkpoints into one list, newest last.
 
     Of several with one name, the newest wins: nodes with a shared root report the same checkpoint,
     and a job that moved may have saved the name again.
     """
     newest: dict[tuple[str, str, str], SavedCheckpoint] = {}
-    for each in found:
-        key = (each.job, each.deployment, each.name)
-        if key not in newest or newest[key].saved_s < each.saved_s:
-            newest[key] = each
-    return sorted(newest.values(), key=lambda each: (each.saved_s, each.job, each.name))
+    for saved in checkpoints:
+        key = (saved.job, saved.deployment, saved.name)
+        if key not in newest or newest[key].saved_s < saved.saved_s:
+            newest[key] = saved
+    return sorted(newest.values(), key=lambda saved: (saved.saved_s, saved.job, saved.name))
 
 
 def _named(tenant: str, request: CheckpointRequest | ExpireCheckpoint) -> tuple[DeploymentKey, str]:

@@ -75,17 +75,18 @@ class RouterConfig(msgspec.Struct, frozen=True):
 
         Raises: CallerError: a limit is below 0, or the burst below 1.
         """
-        own = msgspec.structs.asdict(self.tenant_limits.get(tenant, TenantLimits()))
+        overrides = msgspec.structs.asdict(self.tenant_limits.get(tenant, TenantLimits()))
         merged = {
-            name: getattr(self, name) if value is None else value for name, value in own.items()
+            name: getattr(self, name) if value is None else value
+            for name, value in overrides.items()
         }
         for name, value in merged.items():
-            least = 1 if name == "burst" else 0
-            if not least <= value < float("inf"):
+            minimum = 1 if name == "burst" else 0
+            if not minimum <= value < float("inf"):
                 raise CallerError(
                     f"{value} is out of range for tenant {tenant}",
                     field=f"router.{name}",
-                    remedy=f"use {least} or more",
+                    remedy=f"use {minimum} or more",
                 )
         return Limits(**merged)
 

@@ -80,7 +80,7 @@ _MAX_ACK_PENDING = 64
 
 DEFAULT_SESSION_TTL_S = 15.0
 
-_LOOK_BACK_S = 8.0
+_SEARCH_TIMEOUT_S = 8.0
 """Time limit for searching the log for a redelivered operation. It is below `_ACK_WAIT_S`, so this
 replica still owns the message when the search ends."""
 
@@ -116,7 +116,7 @@ class Sessions:
             self._newest[key] = int(stored.payload) if stored else 0
         return self._newest[key]
 
-    async def give(self, job: JobKey, *, resumes: bool) -> int:
+    async def open(self, job: JobKey, *, resumes: bool) -> int:
         """Open a job's next session, which ends all older ones, and return its number.
 
         Args: resumes: return the newest existing session instead, if there is one.
@@ -166,7 +166,7 @@ class Router:
         self._admission = Admission(bus, limits or {})
         self._session_ttl_s = session_ttl_s
         self._queued: GroupCommit[_Queued, int] = GroupCommit(self._append_all)
-        self._again: GroupCommit[float, set[OperationKey]] = GroupCommit(self._logged_since)
+        self._log_searches: GroupCommit[float, set[OperationKey]] = GroupCommit(self._logged_since)
         """Searches the log once for all operations that are redelivered at the same time."""
 
     @asynccontextmanager
@@ -197,15 +197,15 @@ class Router:
             )
             async with asyncio.TaskGroup() as operations:
 
-                def take(message: Msg) -> None:
-                    operations.create_task(self._take(message))
+                def handle(message: Msg) -> None:
+                    operations.create_task(self._handle(message))
 
                 subscriptions = [
                     await self._bus.consume(
                         streams.ops_stream(tenant),
                         f"{_OP_PREFIX}{tenant}.>",
                         SOURCE,
-                        take,
+                        handle,
                         shared=True,
                         max_ack_pending=_MAX_ACK_PENDING,
                         ack_wait_s=_ACK_WAIT_S,
@@ -216,11 +216,11 @@ class Router:
                     yield
                 finally:
                     for subscription in subscriptions:
-                        await self._stop_taking(subscription)
+                        await self._stop_delivery(subscription)
             await service.stop()
             await lifecycle.end(watches)
 
-    async def _stop_taking(self, subscription: Subscription) -> None:
+    async def _stop_delivery(self, subscription: Subscription) -> None:
         """Stop the delivery of new messages; those already delivered are still handled."""
         if self._bus.client.is_connected:
             with suppress(*_BUS_ERRORS):  # if the connection breaks, other replicas get the rest
@@ -228,7 +228,7 @@ class Router:
 
     # --- operations -----------------------------------------------------------------------------
 
-    async def _take(self, message: Msg) -> None:
+    async def _handle(self, message: Msg) -> None:
         """Route one message. If the bus fails, it is redelivered here or to another replica."""
         try:
             await self._route(message)
@@ -247,7 +247,7 @@ class Router:
         try:
             key = parse_operation_key(message.subject.removeprefix(_OP_PREFIX))
         except CallerError as error:
-            await self._bury(message, error)
+            await self._dead_letter(message, error)
             return
         parent = telemetry.extract(message.headers)
         with telemetry.span(
@@ -259,9 +259,9 @@ class Router:
             elif key.seq is None and await self._is_done(key):
                 await self._drop(key)
             else:
-                began_s = time.perf_counter()
+                start_s = time.perf_counter()
                 header = await self._header(key, message)
-                metrics.measure(metrics.VALIDATION_DURATION, time.perf_counter() - began_s)
+                metrics.measure(metrics.VALIDATION_DURATION, time.perf_counter() - start_s)
                 span.set_attribute("kind", header.kind)
                 await self._append(header, message)
         await message.ack()
@@ -285,18 +285,18 @@ class Router:
             log.info("refused %s: %s", header.key, header.error.message)
             reason = f"{header.error.code}: {header.error.message} ({header.error.field})"
             await self._bus.notice(SOURCE, "refused", reason, str(header.key))
-        place: int | None = None
+        log_sequence: int | None = None
         try:
-            place = await self._log(header, message.metadata.sequence.stream)
+            log_sequence = await self._log(header, message.metadata.sequence.stream)
         finally:
             if header.error is None:
-                meter.dropped() if place is None else meter.logged(place)
+                meter.dropped() if log_sequence is None else meter.logged(log_sequence)
 
     async def _log(self, header: QueuedOperation, copy: int) -> int:
-        place = await self._queued.add(_Queued(header, copy, telemetry.inject({})))
+        log_sequence = await self._queued.add(_Queued(header, copy, telemetry.inject({})))
         code = "OK" if header.error is None else header.error.code
         metrics.count(metrics.OPERATIONS_ROUTED, tenant=header.key.tenant, code=code)
-        return place
+        return log_sequence
 
     async def _append_all(self, queued: list[_Queued]) -> int:
         """Append the operations that arrived since the last append, in one entry."""
@@ -304,10 +304,10 @@ class Router:
         if len(queued) == 1:
             msg_id = f"queued:{first.header.key}:{first.copy}"
             return await self._bus.log.append(first.header, msg_id=msg_id, headers=first.headers)
-        traceparents = [one.headers.get("traceparent", "") for one in queued]
+        traceparents = [entry.headers.get("traceparent", "") for entry in queued]
         return await self._bus.log.append(
             OperationsQueued(
-                [one.header for one in queued], traceparents if any(traceparents) else []
+                [entry.header for entry in queued], traceparents if any(traceparents) else []
             )
         )
 
@@ -320,7 +320,7 @@ class Router:
         await self._bus.notice(SOURCE, "dropped", reason, str(key))
         await self._bus.stored.delete(streams.ops_stream(key.tenant), streams.op_subject(key))
 
-    async def _bury(self, message: Msg, error: CallerError) -> None:
+    async def _dead_letter(self, message: Msg, error: CallerError) -> None:
         log.warning("buried %s: %s", message.subject, error)
         await self._bus.notice(SOURCE, "buried", str(error), message.subject)
         await self._bus.bury(SOURCE, message, error.info)
@@ -338,14 +338,14 @@ class Router:
         """
         stored_s = message.metadata.timestamp.timestamp()
         try:
-            return key in await self._again.add(stored_s)
+            return key in await self._log_searches.add(stored_s)
         except TimeoutError:
             log.warning("whether %s is in the decision log could not be found out in time", key)
             return False
 
     async def _logged_since(self, times_s: list[float]) -> set[OperationKey]:
         logged: set[OperationKey] = set()
-        async with asyncio.timeout(_LOOK_BACK_S):
+        async with asyncio.timeout(_SEARCH_TIMEOUT_S):
             async with aclosing(self._bus.log.queued_since(min(times_s))) as queued:
                 async for operation in queued:
                     logged.add(operation.key)
@@ -386,14 +386,14 @@ class Router:
             )
         status: JobStatus = decode(view.payload, JobStatus)
         results.check_attachable(status)
-        session = await self._sessions.give(job, resumes=bool(request.numbered))
+        session = await self._sessions.open(job, resumes=bool(request.numbered))
         # After this entry the scheduler refuses operations of older sessions. A replica that does
         # not know the new session yet may still accept them.
         await self._bus.log.append(SessionOpened(job, session), msg_id=f"session:{job}:{session}")
         # Read the streams only now: older sessions are over and can no longer add operations.
-        wanted = f"{streams.PREFIX}.op.{job}.>"
+        subjects = f"{streams.PREFIX}.op.{job}.>"
         operations = results.stored_seqs(
-            await self._bus.stored.subjects(streams.ops_stream(tenant), wanted)
+            await self._bus.stored.subjects(streams.ops_stream(tenant), subjects)
         )
         outcomes = results.stored_seqs(
             await self._bus.stored.subjects(streams.DONE, f"{streams.PREFIX}.done.{job}.>")

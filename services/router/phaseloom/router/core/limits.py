@@ -107,7 +107,7 @@ class Meter:
                 _LOOK_AGAIN_S,
             )
         if limits.rate:
-            self._pour(sequence, time_s)
+            self._count_rate(sequence, time_s)
         self._unlogged += 1
 
     def logged(self, log_sequence: int) -> None:
@@ -120,7 +120,7 @@ class Meter:
         """Forget an admitted operation that did not reach the log. It will be delivered again."""
         self._unlogged -= 1
 
-    def _pour(self, sequence: int, time_s: float) -> None:
+    def _count_rate(self, sequence: int, time_s: float) -> None:
         limits = self._limits
         if not self._last_sequence:
             self._first_sequence, self._last_sequence = sequence, sequence - 1
@@ -147,10 +147,10 @@ class Meter:
         self._level += num_new
 
 
-def _exceeded(bound: str, what: str, used: int, limit: int, retry_after_s: float) -> ResourceError:
+def _exceeded(bound: str, label: str, used: int, limit: int, retry_after_s: float) -> ResourceError:
     retry_after_s = max(retry_after_s, 0.001)
     return ResourceError(
-        f"{used} {what}; the tenant may have {limit}",
+        f"{used} {label}; the tenant may have {limit}",
         code=Code.RESOURCE_EXHAUSTED,
         remedy=f"await some of those under way and send it again after {retry_after_s:.3g} s, "
         f"or have the operator raise `{bound}`",

@@ -38,12 +38,12 @@ def stored_seqs(subjects: Iterable[str]) -> dict[str, set[int]]:
 
     Subjects without a sequence number are ignored.
     """
-    found: dict[str, set[int]] = {}
+    seqs_by_deployment: dict[str, set[int]] = {}
     for subject in subjects:
         key = key_of(subject)
         if key is not None and key.seq is not None:
-            found.setdefault(key.deployment, set()).add(key.seq)
-    return found
+            seqs_by_deployment.setdefault(key.deployment, set()).add(key.seq)
+    return seqs_by_deployment
 
 
 def key_of(subject: str) -> OperationKey | None:

@@ -122,8 +122,8 @@ def _check_after(key: OperationKey, operation: Operation) -> None:
     for i, after in enumerate(operation.after):
         check_name(after.deployment, f"after[{i}].deployment")
         check_range(after.seq, 1, SEQ_END - 1, f"after[{i}].seq", "a sequence number")
-        own = after.deployment == key.deployment and key.seq is not None
-        if own and after.seq >= (key.seq or 0):
+        is_same_deployment = after.deployment == key.deployment and key.seq is not None
+        if is_same_deployment and after.seq >= (key.seq or 0):
             raise CallerError(
                 f"operation {key.seq} cannot wait for {after.seq} of its own deployment",
                 field=f"after[{i}].seq",
