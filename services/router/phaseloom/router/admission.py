@@ -67,7 +67,7 @@ class Admission:
                 timeout_s=_READ_TIMEOUT_S,
             )
         except (PhaseloomError, nats.errors.Error, JetStreamError) as error:
-            log.debug("what %s has open is not known anew: %r", tenant, error)
+            log.debug("could not read the usage of %s: %r", tenant, error)
             return
         self._meters[tenant].read(
             Reading(usage.open_operations, usage.sequence, stored.bytes, stored.last_seq)

@@ -133,10 +133,10 @@ class Checkpoints:
         node = request.archive.partition(".")[0]
         if not is_name(node):
             raise CallerError(
-                f"{request.archive!r} names no archive",
+                f"there is no open archive {request.archive!r}",
                 code=Code.NOT_FOUND,
                 field="archive",
-                remedy="name the one that `checkpoint.archive` was answered with",
+                remedy="use the archive name that `checkpoint.archive` returned",
             )
         node_request = ReadArchivePart(tenant, request.archive, request.offset)
         return ArchivePart((await self._request(node, node_request, ArchiveRead)).content)
@@ -161,7 +161,7 @@ class Checkpoints:
                 missing = answer
             else:
                 silent = answer
-        raise silent or missing or ResourceError("no node is up", remedy="try again")
+        raise silent or missing or ResourceError("no node is up", remedy="try again later")
 
     async def _try(
         self, node: str, node_request: NodeCheckpointRequest, kind: type[R]

@@ -65,7 +65,7 @@ class RouterConfig(msgspec.Struct, frozen=True):
             check_name(tenant, "router.tenants")
         if len(set(self.tenants)) != len(self.tenants) or not self.tenants:
             raise CallerError(
-                f"{self.tenants} are not one or more different names",
+                f"tenants must be a non-empty list of different names, got {self.tenants}",
                 field="router.tenants",
                 remedy="name each tenant once",
             )
@@ -84,9 +84,9 @@ class RouterConfig(msgspec.Struct, frozen=True):
             minimum = 1 if name == "burst" else 0
             if not minimum <= value < float("inf"):
                 raise CallerError(
-                    f"{value} is out of range for tenant {tenant}",
+                    f"{name} of tenant {tenant} must be at least {minimum}, got {value}",
                     field=f"router.{name}",
-                    remedy=f"use {minimum} or more",
+                    remedy="use a larger, finite number",
                 )
         return Limits(**merged)
 

@@ -233,7 +233,7 @@ class Router:
         try:
             await self._route(message)
         except (PhaseloomError, *_BUS_ERRORS) as error:
-            log.warning("%s is put back: %r", message.subject, error)
+            log.warning("%s will be delivered again: %r", message.subject, error)
             await self._put_back(message)
 
     async def _put_back(self, message: Msg) -> None:
@@ -241,7 +241,7 @@ class Router:
             await message.nak(delay=_RETRY_DELAY_S)
         except _BUS_ERRORS as error:
             # The message stays unacknowledged, so it is delivered again after `_ACK_WAIT_S`.
-            log.warning("%s could not be put back: %r", message.subject, error)
+            log.warning("could not return %s to the stream: %r", message.subject, error)
 
     async def _route(self, message: Msg) -> None:
         try:
@@ -316,12 +316,12 @@ class Router:
 
         The scheduler forgets such an operation when it is done, so it would run the copy again.
         """
-        reason = "a copy of an operation that is done"
+        reason = "a copy of a completed operation"
         await self._bus.notice(SOURCE, "dropped", reason, str(key))
         await self._bus.stored.delete(streams.ops_stream(key.tenant), streams.op_subject(key))
 
     async def _dead_letter(self, message: Msg, error: CallerError) -> None:
-        log.warning("buried %s: %s", message.subject, error)
+        log.warning("moved %s to the dead letters: %s", message.subject, error)
         await self._bus.notice(SOURCE, "buried", str(error), message.subject)
         await self._bus.bury(SOURCE, message, error.info)
         # No deployment's purge covers a message without a key, so it is deleted here. Deleting by
@@ -340,7 +340,7 @@ class Router:
         try:
             return key in await self._log_searches.add(stored_s)
         except TimeoutError:
-            log.warning("whether %s is in the decision log could not be found out in time", key)
+            log.warning("could not search the decision log for %s in time", key)
             return False
 
     async def _logged_since(self, times_s: list[float]) -> set[OperationKey]:
@@ -379,7 +379,7 @@ class Router:
         view = await self._bus.keys.get(Bucket.VIEW, str(job))
         if view is None:
             raise CallerError(
-                f"there is no job {request.job!r}",
+                f"job {request.job} does not exist",
                 code=Code.NOT_FOUND,
                 field="job",
                 remedy="submit it first",
@@ -414,7 +414,7 @@ class Router:
         job = JobKey(tenant, request.job)
         if await self._bus.keys.get(Bucket.VIEW, str(job)) is None:
             raise CallerError(
-                f"there is no job {request.job}",
+                f"job {request.job} does not exist",
                 code=Code.NOT_FOUND,
                 field="job",
                 remedy="submit it first",

@@ -139,7 +139,7 @@ class Meter:
             # Operations in between count as refused too, and refused ones add nothing to the level.
             raise _exceeded(
                 "rate",
-                "operations came in a burst",
+                "operations arrived in a burst",
                 int(self._level) + num_new,
                 limits.burst,
                 (self._level + 1 - limits.burst) / limits.rate,
@@ -150,10 +150,10 @@ class Meter:
 def _exceeded(bound: str, label: str, used: int, limit: int, retry_after_s: float) -> ResourceError:
     retry_after_s = max(retry_after_s, 0.001)
     return ResourceError(
-        f"{used} {label}; the tenant may have {limit}",
+        f"{used} {label}; the tenant's limit is {limit}",
         code=Code.RESOURCE_EXHAUSTED,
-        remedy=f"await some of those under way and send it again after {retry_after_s:.3g} s, "
-        f"or have the operator raise `{bound}`",
+        remedy=f"await some open operations and send it again after {retry_after_s:.3g} s, "
+        f"or ask the operator to raise `{bound}`",
         details={
             "bound": bound,
             "limit": str(limit),

@@ -14,7 +14,7 @@ from phaseloom.common.contract.ids import JobKey, OperationKey, parse_operation_
 _NEVER_PUBLISHED = ErrorInfo(
     Code.ABORTED,
     "the session that reserved this sequence number ended before it published the operation",
-    remedy="attach again and go on from the next sequence number",
+    remedy="attach again and continue with the next sequence number",
 )
 
 MAX_HOLES = 1024
@@ -29,7 +29,7 @@ def check_attachable(status: JobStatus) -> None:
             f"job {status.job} is {status.state}{reason}",
             code=Code.FAILED_PRECONDITION,
             field="job",
-            remedy="submit it again, or a job under another name",
+            remedy="submit it again, or submit a job with another name",
         )
 
 

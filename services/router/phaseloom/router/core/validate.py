@@ -89,23 +89,23 @@ def validate(key: OperationKey, operation: Operation, content_type: str = MSGPAC
     """
     if not 0 < len(operation.id) <= MAX_ID_LENGTH:
         raise CallerError(
-            f"the id has {len(operation.id)} characters",
+            f"id must have 1 to {MAX_ID_LENGTH} characters, got {len(operation.id)}",
             field="id",
-            remedy=f"use a unique id of 1 to {MAX_ID_LENGTH} characters",
+            remedy="use a shorter unique id, such as a UUID",
         )
     kind = kind_of(operation.args)
     if key.seq is None and kind not in READING_KINDS:
         raise CallerError(
-            f"{kind} changes state, so it needs a place in the order",
+            f"{kind} changes state, so it needs a sequence number",
             field="subject.seq",
             remedy="publish it under the deployment's next sequence number",
         )
     timeout_s = operation.timeout_s
     if not 0.0 <= timeout_s <= MAX_TIMEOUT_S:
         raise CallerError(
-            f"a timeout of {timeout_s} s is out of range",
+            f"timeout_s must be between 0 and {MAX_TIMEOUT_S:.0f}, got {timeout_s}",
             field="timeout_s",
-            remedy=f"use 0 (none) to {MAX_TIMEOUT_S:.0f} seconds",
+            remedy="use a shorter timeout, or 0 for none",
         )
     _check_after(key, operation)
     KINDS[kind].check(key, operation.args)
@@ -115,9 +115,9 @@ def validate(key: OperationKey, operation: Operation, content_type: str = MSGPAC
 def _check_after(key: OperationKey, operation: Operation) -> None:
     if len(operation.after) > MAX_AFTER:
         raise CallerError(
-            f"{len(operation.after)} operations to wait for",
+            f"`after` must name at most {MAX_AFTER} operations, got {len(operation.after)}",
             field="after",
-            remedy=f"name at most {MAX_AFTER}; the last of a chain is enough",
+            remedy="name only the last operation of each chain",
         )
     for i, after in enumerate(operation.after):
         check_name(after.deployment, f"after[{i}].deployment")
@@ -125,7 +125,7 @@ def _check_after(key: OperationKey, operation: Operation) -> None:
         is_same_deployment = after.deployment == key.deployment and key.seq is not None
         if is_same_deployment and after.seq >= (key.seq or 0):
             raise CallerError(
-                f"operation {key.seq} cannot wait for {after.seq} of its own deployment",
+                f"operation {key.seq} cannot wait for operation {after.seq} of its own deployment",
                 field=f"after[{i}].seq",
                 remedy="name an earlier operation",
             )
@@ -138,7 +138,7 @@ def _check_result_size(args: Args, content_type: str) -> None:
         return
     packed = ", or send MessagePack, whose results are smaller" if content_type == JSON else ""
     raise CallerError(
-        f"the result may have {num_bytes} bytes, more than one message can carry",
+        f"the result may have {num_bytes} bytes, which exceeds the largest message",
         field=f"args.{kind.items}",
         remedy=f"split the {kind.items} over several operations{packed}",
     )
@@ -154,10 +154,10 @@ def check_session(session: int, newest: int) -> None:
         return
     if newest == 0 or session > newest:
         raise CallerError(
-            f"session {session} was never given out",
+            f"session {session} does not exist",
             code=Code.FAILED_PRECONDITION,
             field="session",
-            remedy="attach to the job and use the session number of the answer",
+            remedy="attach to the job and use the session number that it returns",
         )
     raise SessionOver(session, newest)
 
