@@ -1,4 +1,4 @@
-"""The profiler process: it reads the configuration, wires the shell, and runs it."""
+"""The profiler process: reads its configuration, wires the shell, and runs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phaseloom.profiler.shell import Shell
 
 
 async def serve(stop: asyncio.Event) -> None:
-    # The objects that the imports made stay: no collection needs to go through them again.
+    # Imported objects live forever, so garbage collections need not scan them.
     gc.freeze()
     async with service_bus("profiler", stop) as bus:
         await lifecycle.unless_stopped(stop, Shell(bus).run())

@@ -1,8 +1,8 @@
-"""The metrics of the mesh that follow from the decision log; no other process computes them.
+"""Computes the mesh's metrics from the decision log. Only the profiler does this.
 
-Entries that are older than this process are folded and not counted, since the process before
-counted them. Counters are added up here and read at a scrape: several of them grow with every
-operation, and adding to an instrument takes ten times as long.
+Entries from before this process started are folded but not counted: the previous process counted
+them. Counters are plain sums that a scrape reads, because several of them change with every
+operation and updating an OpenTelemetry instrument takes ten times as long.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from phaseloom.common.transport.decisionlog import LogEntry
 
 
 class Totals:
-    """The sums of all counters, read at a scrape."""
+    """Sums of all counters, read at a scrape."""
 
     def __init__(self) -> None:
         self._sums: defaultdict[Metric, defaultdict[tuple[str, ...], float]]
@@ -40,7 +40,7 @@ class Totals:
     def add(self, metric: Metric, amount: float, *labels: str) -> None:
         """Add to a counter.
 
-        Args: labels: the values of the metric's labels, in their order.
+        Args: labels: values of the metric's labels, in the order of its declaration.
         """
         self._sums[metric][labels] += amount
 
@@ -74,10 +74,10 @@ class Metrics:
         )
 
     def take(self, entry: LogEntry, ready: Sequence[OperationKey], *, is_new: bool) -> None:
-        """Take the next entry of the log, whatever it is.
+        """Fold the next entry of the log.
 
-        Args: ready: the operations that the entry made ready.
-              is_new: whether the entry is to be counted; False: it is older than this process.
+        Args: ready: operations that the entry made ready.
+              is_new: whether to count the entry. False if it is older than this process.
         """
         self._sequence = entry.sequence
         self._note_period(entry.event)

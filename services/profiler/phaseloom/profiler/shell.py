@@ -1,12 +1,11 @@
-"""The profiler's shell: it reads the decision log, folds it, and sends traces and views.
+"""The profiler's shell: reads the decision log, folds it, and sends traces and views.
 
-The fold never waits for the server, so it keeps up with the log; entries that were not read yet
-stay in the server. Traces (for the scheduler) and views (for people) leave through an outbox each,
-so that neither waits for the other.
+The fold never waits for the server, so it keeps up with the log. Traces (for the scheduler) and
+views (for people) have an outbox each, so neither waits for the other.
 
-After a restart the fold runs again from where the log begins. Traces of that time are in the log
-already, and are found there by message id. A trace that the predecessor's death kept out of the log
-is appended once the fold has caught up, the newest of each job only.
+After a restart the fold starts again at the beginning of the log. Traces of that time are already
+in the log and are recognised by message id. If the previous process died before appending a trace,
+it is appended once the fold has caught up; only the newest trace of each job is.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ log = logging.getLogger(__name__)
 MSG_ID = "Nats-Msg-Id"
 
 _READ_PAUSE_S = 0.1
-"""The pause between two reads of the log. Nobody waits for the profiler, so it reads in gulps,
-which wake it less often."""
+"""Pause between two reads of the log. Nobody waits for the profiler, so it reads many entries at
+once and wakes up less often."""
 
 
 class Shell:
@@ -49,7 +48,7 @@ class Shell:
         """Follow the log until cancelled."""
         self._metrics.register()
         history_end = await self._log.end()
-        # Not earlier: each answer would wait as long, and what is logged meanwhile is not counted.
+        # Set only now, because the request above would wait for the pause as well.
         self._bus.client.read_pause_s = _READ_PAUSE_S
         async with asyncio.TaskGroup() as group:
             if history_end == 0:

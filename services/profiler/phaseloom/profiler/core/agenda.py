@@ -1,8 +1,8 @@
-"""The agenda of looks at jobs: their rate is bounded over all jobs, and no job is forgotten.
+"""Rate limiter for profiling jobs: bounds the reviews of all jobs together and forgets none.
 
-A look works out a job's trace. The job that has been due longest comes first. A short burst of
-looks is free, so that a few jobs never wait for one another. The caller tells the time. Cost:
-O(log jobs) for a look, O(1) where no job is due.
+A review computes a job's trace. The job that has been due longest comes first. A short burst is
+allowed, so a few jobs never wait for one another. The caller passes the time. Cost: O(log jobs) per
+review, O(1) if no job is due.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from heapq import heappop, heappush
 from phaseloom.common.contract.ids import JobKey
 
 SPACING_S = 0.1
-"""The average time between two looks, over all jobs."""
+"""Average time between two reviews, over all jobs."""
 BURST = 20
-"""The number of looks that may follow one another at once, after a pause of as many."""
+"""Reviews allowed in a burst after a pause of `BURST * SPACING_S`."""
 
 
 class Agenda:
     def __init__(self) -> None:
         self._due: list[tuple[float, int, JobKey]] = []
-        """A heap of (due time, sequence of the entry, job). An entry not in `_waiting` is stale."""
+        """Heap of (due time, sequence of the entry, job). An entry not in `_waiting` is stale."""
         self._waiting: dict[JobKey, int] = {}
         self._paid_to_s = float("-inf")
-        """The time up to which looks are paid for: each look moves it on by `SPACING_S`. It may be
-        ahead of the clock by a burst."""
+        """Time up to which reviews have been charged: each review adds `SPACING_S`. It may be ahead
+        of the clock by one burst."""
 
     def __contains__(self, job: JobKey) -> bool:
         return job in self._waiting
 
     def add(self, job: JobKey, due_s: float, sequence: int) -> None:
-        """Have a job looked at, not before `due_s`.
+        """Schedule a review of a job, not before `due_s`.
 
-        Args: sequence: the sequence of the entry that makes the job due, unlike any before; it
-                  orders jobs that are due at one time.
+        Args: sequence: log sequence of the entry that makes the job due. It must be unique; it
+                  orders jobs that are due at the same time.
         """
         self._waiting[job] = sequence
         heappush(self._due, (due_s, sequence, job))
@@ -42,7 +42,7 @@ class Agenda:
         self._waiting.pop(job, None)
 
     def next(self, time_s: float) -> JobKey | None:
-        """The job to look at now, taken off the agenda; None: no job is due yet."""
+        """Remove and return the job to review now, or None if no job is due."""
         if time_s < self._paid_to_s - (BURST - 1) * SPACING_S:
             return None
         while self._due and self._due[0][0] <= time_s:

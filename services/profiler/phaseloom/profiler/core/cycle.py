@@ -1,15 +1,18 @@
-"""The cycle of a job, found in the operations that it ran: its length, and its pools over time.
+"""Finds a job's cycle in the operations that it ran: its period, and its segments on each pool.
 
-An RL loop does some things exactly once per turn, whatever else varies. So consecutive operations
-of one kind are merged into an item, an item that recurs is taken as the anchor, and the stretch
-from one anchor to the next is called a turn. The most frequent anchor wins whose turns mostly hold
-the same items, and whose usual items are where the job's time goes. An optimizer step that comes
-several times a turn fails, since most of its stretches leave generation out; a checkpoint every ten
-turns is rarer than the turn itself. How often an item comes within a turn may vary. Warm-up steps,
-evaluations and a first irregular turn are outvoted, and the median ignores single slow turns.
+An RL loop does some things exactly once per turn, whatever else varies. The search merges
+consecutive operations of one kind into an item, tries recurring items as anchors, and calls the
+stretch from one anchor to the next a turn. The most frequent anchor wins if its turns mostly have
+the same items and these items account for most of the job's time:
 
-Everything here is pure. Cost: O(n log n) in the operations given. `profile` calls it at its bounded
-rate.
+- An optimizer step that occurs several times per turn fails, because most of its stretches contain
+  no generation.
+- A checkpoint every ten turns loses, because it is rarer than the turn itself.
+- The number of times an item occurs within a turn may vary.
+- Warm-up steps, evaluations and an irregular first turn are outvoted, and medians ignore single
+  slow turns.
+
+Pure. Cost: O(n log n) in the number of operations. `profile` calls it at a bounded rate.
 """
 
 from __future__ import annotations
@@ -25,13 +28,14 @@ from phaseloom.common.contract.specs import Segment
 from phaseloom.common.observability.intervals import Interval, intersect, merge, total
 
 MIN_CYCLES = 3
-"""The number of cycles with the same items that must have been seen."""
+"""Cycles with the same items that are required before a cycle is reported."""
 MAX_CYCLES = 8
-"""The number of newest cycles that are looked at."""
+"""Number of newest cycles that are used."""
 MIN_COVERAGE = 0.65
-"""The share of the job's time that the items of its usual turn must account for."""
+"""Share of the job's time that the items of its usual turn must account for."""
 MIN_SPLIT = 0.05
-"""The gap, as a share of the period, below which two operations on a pool are one segment."""
+"""Gap between two operations on a pool, as a share of the period, below which they are one
+segment."""
 
 Item = tuple[str, str, str]
 """(pool, deployment, kind)"""
@@ -61,13 +65,13 @@ class Cycle:
     period_s: float
     segments: list[Segment]
     num_operations: dict[Item, float]
-    """The number of operations of each item in a usual turn."""
+    """Operations of each item in a usual turn."""
     num_turns: int
-    """The number of turns that were looked at."""
+    """Number of turns that were used."""
 
 
 def find_cycle(spans: Sequence[Span]) -> Cycle | None:
-    """The job's present cycle, or None while too few turns alike were seen.
+    """Return the job's current cycle, or None if too few similar turns have been seen.
 
     Args: spans: executed operations of one job, in any order.
     """
@@ -82,7 +86,7 @@ def find_cycle(spans: Sequence[Span]) -> Cycle | None:
 
 
 def _turns(anchor: Item, items: Sequence[Span]) -> list[list[Span]]:
-    """The newest stretches from one anchor to the next, both included, oldest first."""
+    """Return the newest stretches from one anchor to the next, both included, oldest first."""
     starts = [i for i, span in enumerate(items) if span.item == anchor][-(MAX_CYCLES + 1) :]
     return [list(items[a : b + 1]) for a, b in pairwise(starts)]
 
@@ -92,22 +96,22 @@ def _items(turn: Sequence[Span]) -> frozenset[Item]:
 
 
 def _vote(turns: Sequence[Sequence[Span]]) -> tuple[frozenset[Item], list[Sequence[Span]]]:
-    """The items that most turns hold, and those turns."""
+    """Return the most common set of items in a turn, and the turns that have exactly this set."""
     usual = Counter(_items(turn) for turn in turns).most_common(1)[0][0]
     return usual, [turn for turn in turns if _items(turn) == usual]
 
 
 def _usual_items(turns: Sequence[Sequence[Span]]) -> frozenset[Item] | None:
-    """The items that a turn holds, or None where these stretches are no turns."""
+    """Return the items of a usual turn, or None if these stretches are not turns."""
     usual, alike = _vote(turns)
     is_certain = len(alike) >= MIN_CYCLES and 2 * len(alike) >= len(turns)
     return usual if is_certain and _coverage(turns, usual) >= MIN_COVERAGE else None
 
 
 def _first(turns: Sequence[Sequence[Span]], usual: frozenset[Item]) -> Item:
-    """The item that a turn begins with: one that comes once in it, and first on its pool.
+    """Return the item that a turn starts with: it occurs once per turn and is first on its pool.
 
-    With this rule the same loop gives the same cycle, whatever came before it.
+    With this rule the same loop gives the same cycle, whatever preceded it.
     """
     _, alike = _vote(turns)
     counts = [Counter(span.item for span in turn[:-1]) for turn in alike]
@@ -136,7 +140,7 @@ def _cycle(turns: Sequence[Sequence[Span]], operations: Sequence[Span]) -> Cycle
 
 
 def _coverage(turns: Sequence[Sequence[Span]], usual: frozenset[Item]) -> float:
-    """The share of the turns' time that was spent on the usual items."""
+    """Return the share of the turns' time that was spent on the usual items."""
     spent_s: Counter[bool] = Counter()
     for turn in turns:
         for span in turn[:-1]:
@@ -155,7 +159,7 @@ def _usual_counts(
 
 
 def merge_runs(spans: Sequence[Span]) -> list[Span]:
-    """The spans with consecutive operations of one kind and deployment merged into one."""
+    """Merge consecutive operations of one kind and deployment into one span."""
     runs = []
     for _, run in groupby(spans, key=lambda span: span.item):
         first, *others = run
@@ -166,19 +170,19 @@ def merge_runs(spans: Sequence[Span]) -> list[Span]:
 
 
 def anchors(items: Sequence[Span]) -> list[Item]:
-    """The items that were seen often enough to recur, the most frequent first."""
+    """Return the items that occurred often enough to recur, most frequent first."""
     counts = Counter(span.item for span in items)
     often = [item for item, n in counts.items() if n > MIN_CYCLES]
     return sorted(often, key=lambda item: (-counts[item], item))
 
 
 def segments_of(turn: Sequence[Span], period_s: float) -> list[Segment]:
-    """The segments of one turn on each pool, with offsets from its first span.
+    """Return the segments of one turn on each pool, with offsets from its first span.
 
-    Two operations on a pool belong to different segments when the gap between them is at least
-    `MIN_SPLIT` of the period and the job spent most of it on another pool. A gap that it spent on
-    no device (rewards, a tool call) stays inside the segment: coming back is cheaper there than
-    leaving.
+    Two operations on a pool belong to different segments if the gap between them is at least
+    `MIN_SPLIT` of the period and the job spent most of it on another pool. A gap without device
+    work (rewards, a tool call) stays inside the segment, because keeping the device is cheaper than
+    switching away and back.
     """
     origin_s = turn[0].start_s
     segments: list[Segment] = []

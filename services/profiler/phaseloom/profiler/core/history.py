@@ -1,4 +1,4 @@
-"""A job's newest operations, kept in arrays at thirty bytes each: a thousand of every job."""
+"""A compact history of a job's newest operations: a thousand of them, at thirty bytes each."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from itertools import islice
 from typing import NamedTuple
 
 WINDOW = 1024
-"""The number of a job's newest operations in which its cycle is looked for."""
+"""Number of a job's newest operations in which its cycle is searched."""
 _MAX_LENGTH = WINDOW + WINDOW // 4
-"""The number of operations at which old ones are cut off, many at a time."""
+"""Length at which the history is cut back to `WINDOW`. The slack makes cuts rare."""
 
 
 class Ran(NamedTuple):
-    """An executed operation, with the time at which it was ready."""
+    """An executed operation, with the time at which it became ready."""
 
     deployment: str
     kind: str
@@ -24,14 +24,14 @@ class Ran(NamedTuple):
 
 
 class History:
-    """The newest operations that ran, in the order of their ends: at least `WINDOW`."""
+    """At least the newest `WINDOW` executed operations, in the order of their ends."""
 
     __slots__ = ("_names", "_numbers", "_times_s", "_which")
 
     def __init__(self) -> None:
         self._names: list[tuple[str, str]] = []
         self._numbers: dict[tuple[str, str], int] = {}
-        """The place of each (deployment, kind) in `_names`."""
+        """Index of each (deployment, kind) in `_names`."""
         self._which = array("I")
         self._times_s = array("d")
         """Three times for each operation: ready, start, end."""
@@ -55,7 +55,7 @@ class History:
             del self._times_s[: -3 * WINDOW]
 
     def newest(self, count: int) -> list[Ran]:
-        """The newest operations, at most `count`, the oldest of them first."""
+        """Return the newest `count` operations (or fewer), oldest first."""
         return list(islice(self._from(max(0, len(self) - count)), count))
 
     def _from(self, first: int) -> Iterator[Ran]:

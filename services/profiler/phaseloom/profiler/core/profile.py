@@ -1,17 +1,18 @@
 """The profiler's core: a fold over the decision log into phase traces.
 
-`Profiler.step` is the one door. For each job it keeps the durations of each (deployment, kind), the
-gaps until the job's next operation on the same pool became ready, and the newest operations. It
-looks at jobs at a bounded rate, for each job and over all, and returns a `PhaseTrace` when a look
-says something new. A job is looked at with the entry that ended an operation of it or, where its
-turn has not come, with a later entry of any job. All times come from the log: an operation ended
-when its `OperationFinished` was appended and began `duration_s` earlier, so clocks of other hosts
-do not enter. The same log gives the same traces with the same ids.
+`Profiler.step` is the only entry point. For each job it keeps the durations of each (deployment,
+kind), the gaps until the job's next operation on the same pool became ready, and the newest
+operations. It reviews jobs at a bounded rate and returns a `PhaseTrace` if a review finds
+something new. A review happens with the entry that ends an operation of the job or, if the rate
+limit forbids it then, with a later entry of any job.
 
-A job's cycle is measured on its own clock, which stands still while the job has work that is ready
-and none that runs: waiting for other jobs, switches and permits belong to the mesh, not the job.
-Cost: that of `Readiness` for an event, O(window log window) for a look. A cycle that is found in
-the newest few operations is not looked for in more.
+All times come from the log: an operation ended when its `OperationFinished` was appended and
+started `duration_s` earlier, so clocks of other hosts do not matter. The same log gives the same
+traces with the same ids.
+
+A job's cycle is measured on its own clock, which stops while the job has ready work and none of it
+runs: waits for other jobs, switches and permits belong to the mesh, not to the job. Cost: that of
+`Readiness` per event, O(window log window) per review.
 """
 
 from __future__ import annotations
@@ -48,33 +49,32 @@ from phaseloom.profiler.core.cycle import MAX_CYCLES, Cycle, Span, find_cycle
 from phaseloom.profiler.core.history import WINDOW, History, Ran
 
 RECENT = 32
-"""The number of samples that a median is taken over."""
+"""Number of samples of a median."""
 RECENT_STEPS = 8
-"""The number of operations of a kind whose sub-stages are compared."""
+"""Number of operations of a kind whose sub-stages are compared."""
 NEAR_WINDOW = 128
-"""The number of newest operations in which a cycle is looked for first."""
+"""Number of newest operations that are searched first; if they show the cycle, no more are."""
 MIN_INTERVAL_S = 2.0
-"""The least time between two looks at a job, on the log's clock."""
+"""Minimum time between two reviews of a job, on the log's clock."""
 MIN_CHANGE = 0.1
-"""A trace is news where a figure moved by more than this share, and by `MIN_CHANGE_S`."""
+"""A trace is news if a figure changed by more than this share and by more than `MIN_CHANGE_S`."""
 MIN_CHANGE_S = 1e-3
-"""The smallest move of a figure, in seconds, that can make a trace news."""
+"""Smallest change of a figure, in seconds, that can make a trace news."""
 UNKNOWN_GAP_S = -1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """A trace to append. Its `msg_id` names the cause, so that the bus stores a repeated trace
-    once."""
+    """A trace to append. `msg_id` names its cause, so the bus stores a repeated trace only once."""
 
     msg_id: str
     trace: PhaseTrace
 
 
 def usual_sub_stages(operations: Iterable[Sequence[StepRun]]) -> list[StepRun]:
-    """The sub-stages of recent operations, of each replica those of most operations, with medians.
+    """Return the usual sub-stages of each replica: the most common sequence, with median values.
 
-    Args: operations: the steps of each.
+    Args: operations: the step runs of recent operations.
     """
     by_replica: dict[int, list[list[StepRun]]] = {}
     for steps in operations:
@@ -104,11 +104,10 @@ def _shape(stages: Sequence[StepRun]) -> tuple[int, ...]:
 class _Kind:
     durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     worst_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """The estimated duration of each operation if it had used all tokens that it was allowed, in
-    seconds."""
+    """Estimated duration of each operation if it had used all tokens it was allowed."""
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     steps: deque[list[StepRun]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
-    """The forward steps of the newest operations that tell any."""
+    """Step runs of the newest operations that reported any."""
     count: int = 0
 
     def ran(self, duration_s: float, num_tokens: int, limit: int, steps: list[StepRun]) -> None:
@@ -116,7 +115,7 @@ class _Kind:
         if steps:
             self.steps.append(steps)
         self.durations_s.append(duration_s)
-        # Work grows with tokens; the fixed cost beside them makes this an upper estimate.
+        # Work grows with tokens. Ignoring the fixed cost makes this an upper estimate.
         share = max(1.0, limit / num_tokens) if num_tokens > 0 else 1.0
         self.worst_s.append(duration_s * share)
 
@@ -140,13 +139,14 @@ class _Job:
     kinds: dict[tuple[str, str], _Kind] = field(default_factory=dict)
     ran: History = field(default_factory=History)
     ready_s: dict[OperationKey, float] = field(default_factory=dict)
-    """The time at which each operation that is ready and not finished became ready."""
+    """When each ready, unfinished operation became ready."""
     num_ready: Counter[str] = field(default_factory=Counter)
-    """The number of ready operations of each deployment that has any."""
+    """Number of ready operations by deployment, without zeros."""
     limits: dict[OperationKey, int] = field(default_factory=dict)
-    """The most tokens of each open operation."""
+    """Maximum tokens of each open operation."""
     idle_since: dict[str, tuple[_Kind, float]] = field(default_factory=dict)
-    """The kind that ran last on each pool where nothing of the job is ready, and when it ended."""
+    """For each pool on which no operation of the job is ready: the kind that ran there last, and
+    when it ended."""
     told: PhaseTrace | None = None
     looked_s: float = float("-inf")
 
@@ -154,14 +154,14 @@ class _Job:
 class Profiler:
     def __init__(self) -> None:
         self.ready: list[OperationKey] = []
-        """The operations that the newest entry made ready."""
+        """Operations that the newest entry made ready."""
         self._jobs: dict[JobKey, _Job] = {}
         self._agenda = Agenda()
         self._pools: dict[DeploymentKey, str] = {}
         self._node_pools: dict[NodeId, str] = {}
         self._readiness = Readiness()
         self._finished: set[JobKey] = set()
-        """The jobs that have ended. Operations of them that finish later are ignored."""
+        """Jobs that have ended. Their operations that finish later are ignored."""
 
     def step(self, sequence: int, time_s: float, event: Event) -> Emission | None:
         """Fold the next entry of the decision log."""
@@ -197,7 +197,7 @@ class Profiler:
             self._became_ready(key, time_s)
 
     def _locate(self, deployment: DeploymentKey, node: NodeId) -> None:
-        """Learn the pool of a deployment whose submission is older than the log."""
+        """Learn the pool of a deployment that was submitted before the log begins."""
         if node in self._node_pools:
             self._pools.setdefault(deployment, self._node_pools[node])
 
@@ -263,7 +263,7 @@ class Profiler:
         if job.told is not None and not is_news(job.told, trace):
             return None
         job.told = trace
-        # Several events in one entry may bring news of several jobs.
+        # The job is part of the id, because one entry may bring news of several jobs.
         return Emission(f"profiler:{key}:{sequence}", trace)
 
     def _trace(self, key: JobKey, job: _Job) -> PhaseTrace:
@@ -307,13 +307,13 @@ class Profiler:
 
 
 def quantile(samples: Iterable[float], share: float) -> float:
-    """The smallest sample that at least `share` of the samples do not exceed (nearest rank)."""
+    """Return the nearest-rank quantile: the smallest sample that `share` of all do not exceed."""
     ordered = sorted(samples)
     return ordered[max(0, ceil(share * len(ordered)) - 1)]
 
 
 class OwnClock:
-    """A job's own clock: the log's time less the stalls before it."""
+    """Converts log time to a job's own clock: log time minus all earlier stalls of the job."""
 
     def __init__(self, ran: Sequence[Ran]) -> None:
         waits = merge((r.ready_s, r.start_s) for r in ran)
@@ -328,9 +328,9 @@ class OwnClock:
 
 
 def _excess_s(cycle: Cycle, estimates: Iterable[KindEstimate]) -> float:
-    """Seconds by which a turn is longer where each of its operations takes its worst time.
+    """Return by how many seconds a turn grows if all its operations take their worst time.
 
-    The sum goes over pools as if they did not overlap, so it is an upper bound.
+    Pools are added as if they did not overlap, so this is an upper bound.
     """
     counts: Counter[tuple[str, str]] = Counter()
     for (_, deployment, kind), num in cycle.num_operations.items():
@@ -339,14 +339,15 @@ def _excess_s(cycle: Cycle, estimates: Iterable[KindEstimate]) -> float:
 
 
 def _num_optim_steps(cycle: Cycle) -> int:
-    """The number of optimizer steps in a usual turn, at least 1: a loop that trains nothing has no
-    other end of an iteration."""
+    """Return the optimizer steps of a usual turn, at least 1. A loop without training counts each
+    turn as one iteration."""
     steps = (num for (_, _, kind), num in cycle.num_operations.items() if kind == "optim_step")
     return max(1, round(sum(steps)))
 
 
 def _drift(told: PhaseTrace | None, period_s: float) -> float:
-    """The relative change against the period told last; 0 where it is too small to be news."""
+    """Return the relative change since the last reported period, or 0 if it is too small to be
+    news."""
     before_s = told.period_s if told else 0.0
     if before_s <= 0 or abs(period_s - before_s) <= max(MIN_CHANGE * before_s, MIN_CHANGE_S):
         return 0.0
@@ -354,7 +355,7 @@ def _drift(told: PhaseTrace | None, period_s: float) -> float:
 
 
 def is_news(told: PhaseTrace, trace: PhaseTrace) -> bool:
-    """Whether a figure moved by more than `MIN_CHANGE`, or something came or went."""
+    """Return whether a figure changed by more than `MIN_CHANGE`, appeared or disappeared."""
     before, after = _figures(told), _figures(trace)
     return before.keys() != after.keys() or any(
         abs(after[name] - value) > max(MIN_CHANGE * abs(value), MIN_CHANGE_S)
@@ -372,7 +373,7 @@ def _figures(trace: PhaseTrace) -> dict[tuple[str, ...], float]:
         figures["duration", *name] = estimate.duration_s
         figures["gap", *name] = estimate.next_gap_s
         figures["worst", *name] = estimate.worst_s
-        # Whether sub-stages came or went: their times move with the durations.
+        # Only the existence of sub-stages matters: their times change with the durations.
         for i, stage in enumerate(estimate.sub_stages):
             figures["sub-stage", *name, str(stage.replica), str(i)] = 0.0
     return figures
