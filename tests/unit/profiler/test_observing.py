@@ -47,9 +47,9 @@ fold = Metrics(None)
 fold.register()
 readiness = Readiness()
 for i, entry in enumerate(entries):
-    fold.take(entry, readiness.step(entry.event), is_new=i >= restarted_at)
+    fold.fold(entry, readiness.step(entry.event), is_new=i >= restarted_at)
 for i, event in enumerate(later):
-    fold.take(LogEntry(1000 + i, 141.0, event, {}), readiness.step(event), is_new=True)
+    fold.fold(LogEntry(1000 + i, 141.0, event, {}), readiness.step(event), is_new=True)
 
 points = {}
 for resource in reader.get_metrics_data().resource_metrics:

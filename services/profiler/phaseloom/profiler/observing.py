@@ -73,36 +73,36 @@ class Metrics:
             metrics.PROFILER_LAG, lambda: [(max(0, self._log_end - self._sequence), {})]
         )
 
-    def take(self, entry: LogEntry, ready: Sequence[OperationKey], *, is_new: bool) -> None:
+    def fold(self, entry: LogEntry, ready: Sequence[OperationKey], *, is_new: bool) -> None:
         """Fold the next entry of the log.
 
         Args: ready: operations that the entry made ready.
               is_new: whether to count the entry. False if it is older than this process.
         """
         self._sequence = entry.sequence
-        self._note_period(entry.event)
+        self._update_period(entry.event)
         observations = self._activity.step(entry.time_s, entry.event, ready)
         if not is_new:
             return
         for observation in observations:
             match observation:
                 case Execution():
-                    self._executed(observation)
+                    self._count_execution(observation)
                 case Switch():
-                    self._switched(observation)
-        self._happened(entry.event)
+                    self._count_switch(observation)
+        self._count_event(entry.event)
 
     async def _refresh(self) -> None:
         self._log_end = await self._bus.log.end()
 
-    def _note_period(self, event: Event) -> None:
+    def _update_period(self, event: Event) -> None:
         match event:
             case PhaseTrace(job=job, period_s=period_s) if period_s:
                 self._periods[job] = period_s
             case PhaseTrace(job=job) | JobFinished(job=job):
                 self._periods.pop(job, None)
 
-    def _executed(self, ran: Execution) -> None:
+    def _count_execution(self, ran: Execution) -> None:
         add = self._totals.add
         for (node, device), seconds in ran.busy_s.items():
             add(metrics.DEVICE_BUSY, seconds, node, str(device))
@@ -115,7 +115,7 @@ class Metrics:
         add(metrics.OPERATION_TOKENS, ran.num_tokens, ran.pool, ran.kind)
         add(metrics.OPERATIONS_FINISHED, 1, ran.key.tenant, ran.kind, ran.outcome)
 
-    def _switched(self, switch: Switch) -> None:
+    def _count_switch(self, switch: Switch) -> None:
         node, add = switch.node, self._totals.add
         metrics.measure(metrics.SWITCH_DURATION, switch.offload_s, node=node, part="offload")
         metrics.measure(metrics.SWITCH_DURATION, switch.load_s, node=node, part="load")
@@ -123,7 +123,7 @@ class Metrics:
         add(metrics.SWITCH_MOVED, switch.bytes_out, node, "out")
         add(metrics.SWITCH_MOVED, switch.bytes_in, node, "in")
 
-    def _happened(self, event: Event) -> None:
+    def _count_event(self, event: Event) -> None:
         add = self._totals.add
         match event:
             case ActivationOpened(node=node, is_speculative=True):

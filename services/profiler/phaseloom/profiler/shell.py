@@ -53,25 +53,25 @@ class Shell:
         async with asyncio.TaskGroup() as group:
             if history_end == 0:
                 log.info("the decision log is empty")
-                self._start_telling(group)
+                self._start_sending(group)
             async with aclosing(self._bus.log.read_entries()) as entries:
                 is_new = history_end == 0
                 async for entry in entries:
-                    for one in entry.apart():
-                        self._fold(one, is_new=is_new)
+                    for event_entry in entry.apart():
+                        self._fold(event_entry, is_new=is_new)
                     if not is_new and entry.sequence >= history_end:
                         is_new = True
                         log.info("caught up with the decision log at %d", entry.sequence)
-                        self._start_telling(group)
+                        self._start_sending(group)
             raise InternalError("the decision log's subscription ended")
 
-    def _start_telling(self, group: asyncio.TaskGroup) -> None:
+    def _start_sending(self, group: asyncio.TaskGroup) -> None:
         group.create_task(self._traces.run())
         group.create_task(self._views.run())
 
     def _fold(self, entry: LogEntry, *, is_new: bool) -> None:
         emission = self._profiler.step(entry.sequence, entry.time_s, entry.event)
-        self._metrics.take(entry, self._profiler.ready, is_new=is_new)
+        self._metrics.fold(entry, self._profiler.ready, is_new=is_new)
         match entry.event:
             case JobFinished(job=job):
                 self._traces.drop(job)

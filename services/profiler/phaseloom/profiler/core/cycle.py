@@ -103,8 +103,8 @@ def _vote(turns: Sequence[Sequence[Span]]) -> tuple[frozenset[Item], list[Sequen
 
 def _usual_items(turns: Sequence[Sequence[Span]]) -> frozenset[Item] | None:
     """Return the items of a usual turn, or None if these stretches are not turns."""
-    usual, alike = _vote(turns)
-    is_certain = len(alike) >= MIN_CYCLES and 2 * len(alike) >= len(turns)
+    usual, similar = _vote(turns)
+    is_certain = len(similar) >= MIN_CYCLES and 2 * len(similar) >= len(turns)
     return usual if is_certain and _coverage(turns, usual) >= MIN_COVERAGE else None
 
 
@@ -113,27 +113,27 @@ def _first(turns: Sequence[Sequence[Span]], usual: frozenset[Item]) -> Item:
 
     With this rule the same loop gives the same cycle, whatever preceded it.
     """
-    _, alike = _vote(turns)
-    counts = [Counter(span.item for span in turn[:-1]) for turn in alike]
+    _, similar = _vote(turns)
+    counts = [Counter(span.item for span in turn[:-1]) for turn in similar]
     once = [item for item in usual if all(count[item] == 1 for count in counts)]
     firsts = Counter(
         after.item
-        for turn in alike
+        for turn in similar
         for before, after in pairwise(turn)
         if before.pool != after.pool
     )
-    return min(once, key=lambda item: (2 * firsts[item] < len(alike), item))
+    return min(once, key=lambda item: (2 * firsts[item] < len(similar), item))
 
 
 def _cycle(turns: Sequence[Sequence[Span]], operations: Sequence[Span]) -> Cycle | None:
-    usual, alike = _vote(turns)
-    if len(alike) < MIN_CYCLES:
+    usual, similar = _vote(turns)
+    if len(similar) < MIN_CYCLES:
         return None
-    edges = [(turn[0].start_s, turn[-1].start_s) for turn in alike]
+    edges = [(turn[0].start_s, turn[-1].start_s) for turn in similar]
     period_s = median(end - start for start, end in edges)
     return Cycle(
         period_s,
-        usual_segments([segments_of(turn[:-1], period_s) for turn in alike]),
+        usual_segments([segments_of(turn[:-1], period_s) for turn in similar]),
         _usual_counts(operations, edges, usual),
         len(turns),
     )
@@ -162,8 +162,8 @@ def merge_runs(spans: Sequence[Span]) -> list[Span]:
     """Merge consecutive operations of one kind and deployment into one span."""
     runs = []
     for _, run in groupby(spans, key=lambda span: span.item):
-        first, *others = run
-        end_s = max((span.end_s for span in others), default=first.end_s)
+        first, *later = run
+        end_s = max((span.end_s for span in later), default=first.end_s)
         is_longer = end_s > first.end_s
         runs.append(replace(first, end_s=end_s) if is_longer else first)
     return runs
@@ -188,9 +188,9 @@ def segments_of(turn: Sequence[Span], period_s: float) -> list[Segment]:
     segments: list[Segment] = []
     for pool in {span.pool for span in turn}:
         elsewhere = merge(span.interval for span in turn if span.pool != pool)
-        own = merge(span.interval for span in turn if span.pool == pool)
-        start_s, end_s = own[0]
-        for gap_end_s, next_end_s in own[1:]:
+        on_pool = merge(span.interval for span in turn if span.pool == pool)
+        start_s, end_s = on_pool[0]
+        for gap_end_s, next_end_s in on_pool[1:]:
             gap = (end_s, gap_end_s)
             is_long = gap_end_s - end_s >= MIN_SPLIT * period_s
             if is_long and total(intersect([gap], elsewhere)) >= 0.5 * (gap_end_s - end_s):
@@ -205,12 +205,12 @@ def usual_segments(cycles: Sequence[list[Segment]]) -> list[Segment]:
     """The median segments of the cycles whose pools follow one another as in most cycles."""
     shapes = [tuple(segment.pool for segment in cycle) for cycle in cycles]
     usual = Counter(shapes).most_common(1)[0][0]
-    alike = [c for c, shape in zip(cycles, shapes, strict=True) if shape == usual]
+    similar = [c for c, shape in zip(cycles, shapes, strict=True) if shape == usual]
     return [
         Segment(
             pool,
-            median(c[i].offset_s for c in alike),
-            median(c[i].duration_s for c in alike),
+            median(c[i].offset_s for c in similar),
+            median(c[i].duration_s for c in similar),
         )
         for i, pool in enumerate(usual)
     ]

@@ -83,7 +83,7 @@ def usual_sub_stages(operations: Iterable[Sequence[StepRun]]) -> list[StepRun]:
     usual = []
     for replica, cuts in sorted(by_replica.items()):
         shape = Counter(map(_shape, cuts)).most_common(1)[0][0]
-        alike = [stages for stages in cuts if _shape(stages) == shape]
+        similar = [stages for stages in cuts if _shape(stages) == shape]
         usual += [
             StepRun(
                 round(median(stage.steps for stage in stages)),
@@ -91,7 +91,7 @@ def usual_sub_stages(operations: Iterable[Sequence[StepRun]]) -> list[StepRun]:
                 median(stage.duration_s for stage in stages),
                 replica,
             )
-            for stages in zip(*alike, strict=True)
+            for stages in zip(*similar, strict=True)
         ]
     return usual
 
@@ -147,8 +147,8 @@ class _Job:
     idle_since: dict[str, tuple[_Kind, float]] = field(default_factory=dict)
     """For each pool on which no operation of the job is ready: the kind that ran there last, and
     when it ended."""
-    told: PhaseTrace | None = None
-    looked_s: float = float("-inf")
+    reported: PhaseTrace | None = None
+    reviewed_s: float = float("-inf")
 
 
 class Profiler:
@@ -173,7 +173,7 @@ class Profiler:
             case _:
                 self.ready = self._readiness.step(event)
                 self._fold(sequence, time_s, event)
-        return self._look(sequence, time_s)
+        return self._review(sequence, time_s)
 
     def _fold(self, sequence: int, time_s: float, event: Event) -> None:
         match event:
@@ -235,15 +235,15 @@ class Profiler:
         kind = job.kinds.setdefault(name, _Kind())
         kind.ran(event.duration_s, event.num_tokens, limit, event.steps)
         job.ran.append(name, ready_s, start_s, time_s)
-        self._note_pool_left(job, kind, key, time_s)
+        self._update_pool_gap(job, kind, key, time_s)
         if job_key not in self._agenda:
-            self._agenda.add(job_key, max(time_s, job.looked_s + MIN_INTERVAL_S), sequence)
+            self._agenda.add(job_key, max(time_s, job.reviewed_s + MIN_INTERVAL_S), sequence)
 
-    def _note_pool_left(self, job: _Job, kind: _Kind, key: OperationKey, time_s: float) -> None:
+    def _update_pool_gap(self, job: _Job, kind: _Kind, key: OperationKey, time_s: float) -> None:
         pool = self._pools.get(key.deployment_key)
         if pool is None:
             return
-        coming = {*job.num_ready, *(other.deployment for other in self.ready)}
+        coming = {*job.num_ready, *(operation.deployment for operation in self.ready)}
         if any(self._pool(key, deployment) == pool for deployment in coming):
             kind.gaps_s.append(0.0)
             job.idle_since.pop(pool, None)
@@ -253,16 +253,16 @@ class Profiler:
     def _pool(self, job: JobKey | OperationKey, deployment: str) -> str | None:
         return self._pools.get(DeploymentKey(job.tenant, job.job, deployment))
 
-    def _look(self, sequence: int, time_s: float) -> Emission | None:
+    def _review(self, sequence: int, time_s: float) -> Emission | None:
         key = self._agenda.next(time_s)
         if key is None:
             return None
         job = self._jobs[key]
-        job.looked_s = time_s
+        job.reviewed_s = time_s
         trace = self._trace(key, job)
-        if job.told is not None and not is_news(job.told, trace):
+        if job.reported is not None and not is_news(job.reported, trace):
             return None
-        job.told = trace
+        job.reported = trace
         # The job is part of the id, because one entry may bring news of several jobs.
         return Emission(f"profiler:{key}:{sequence}", trace)
 
@@ -277,7 +277,7 @@ class Profiler:
             cycle.segments,
             estimates,
             worst_period_s=cycle.period_s + _excess_s(cycle, estimates),
-            drift=_drift(job.told, cycle.period_s),
+            drift=_drift(job.reported, cycle.period_s),
             num_optim_steps=_num_optim_steps(cycle),
         )
 
@@ -289,11 +289,13 @@ class Profiler:
         return find_cycle(self._spans(key, job.ran.newest(WINDOW)))
 
     def _spans(self, key: JobKey, ran: list[Ran]) -> list[Span]:
-        own_s = OwnClock(ran)
+        own_clock = OwnClock(ran)
         names = {r.deployment for r in ran}
         pools = {name: pool for name in names if (pool := self._pool(key, name))}
         return [
-            Span(pools[r.deployment], r.deployment, r.kind, own_s(r.start_s), own_s(r.end_s))
+            Span(
+                pools[r.deployment], r.deployment, r.kind, own_clock(r.start_s), own_clock(r.end_s)
+            )
             for r in ran
             if r.deployment in pools
         ]
@@ -345,18 +347,18 @@ def _num_optim_steps(cycle: Cycle) -> int:
     return max(1, round(sum(steps)))
 
 
-def _drift(told: PhaseTrace | None, period_s: float) -> float:
+def _drift(reported: PhaseTrace | None, period_s: float) -> float:
     """Return the relative change since the last reported period, or 0 if it is too small to be
     news."""
-    before_s = told.period_s if told else 0.0
+    before_s = reported.period_s if reported else 0.0
     if before_s <= 0 or abs(period_s - before_s) <= max(MIN_CHANGE * before_s, MIN_CHANGE_S):
         return 0.0
     return period_s / before_s - 1.0
 
 
-def is_news(told: PhaseTrace, trace: PhaseTrace) -> bool:
+def is_news(reported: PhaseTrace, trace: PhaseTrace) -> bool:
     """Return whether a figure changed by more than `MIN_CHANGE`, appeared or disappeared."""
-    before, after = _figures(told), _figures(trace)
+    before, after = _figures(reported), _figures(trace)
     return before.keys() != after.keys() or any(
         abs(after[name] - value) > max(MIN_CHANGE * abs(value), MIN_CHANGE_S)
         for name, value in before.items()
