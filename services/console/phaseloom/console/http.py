@@ -1,7 +1,7 @@
-"""The HTTP side of the console: the page, the view and its updates, and an operator's calls.
+"""The console's HTTP interface: the page, the view and its updates, and the operator's actions.
 
-A caller shows a key: once in the address of the page (`/?key=…`), which leaves a cookie, or as
-`Authorization: Bearer`. The page itself is no secret; everything under `/api` needs a key.
+A caller authenticates with a key: once in the page's address (`/?key=…`), which sets a cookie, or
+as `Authorization: Bearer`. The page itself is public; everything under `/api` needs a key.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 SHELL = web.AppKey("shell", Shell)
 _NEWS_S = 0.25
-"""The pause between two updates of a page."""
+"""Interval between two updates of a page."""
 _STATUS = {
     Code.NOT_FOUND: 404,
     Code.PERMISSION_DENIED: 403,
@@ -49,7 +49,7 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _ACTION_HEADER = "X-Phaseloom-Console"
-"""A call that changes something has this header, which no form of another site can send."""
+"""Header required by calls that change something. A form on another site cannot send it."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -57,18 +57,17 @@ routes = web.RouteTableDef()
 
 
 class Unauthorized(Exception):
-    """The request has no key, or a key that nobody has."""
+    """The request has no key or an unknown one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of callers. A key is compared by its hash, in the same time whether or not it is
-    known."""
+    """The callers' keys, looked up by hash so that timing does not reveal which keys exist."""
 
     callers: dict[bytes, Caller]
     cookie: str
-    """The name of the cookie. It has the port in it, because a browser sends a host's cookies to
-    all ports."""
+    """Name of the cookie. It includes the port, because browsers send a host's cookies to all its
+    ports."""
 
     @classmethod
     def of(cls, operator_key: str, tenants: dict[str, str], port: int) -> Keys:
@@ -80,7 +79,7 @@ class Keys:
         return self.callers.get(_digest(key))
 
     def of_request(self, request: web.Request) -> Caller:
-        """The caller whose key the request has. Raises: Unauthorized."""
+        """Return the caller that a request's key belongs to. Raises: Unauthorized."""
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         key = bearer if scheme == "Bearer" else request.cookies.get(self.cookie, "")
         caller = self.caller(key) if key else None
@@ -109,8 +108,8 @@ def application(shell: Shell, keys: Keys) -> web.Application:
 
 @routes.get("/")
 async def _index(request: web.Request) -> web.StreamResponse:
-    """Answer with the page. With a key in the address: set the cookie, and redirect to the address
-    without the key."""
+    """Return the page. If the address has a key, set the cookie and redirect to the plain
+    address."""
     key = request.query.get("key")
     if key is None:
         return _file(request, page.PAGE)
@@ -160,10 +159,10 @@ async def _jobs(request: web.Request) -> web.StreamResponse:
 
 @routes.get("/api/events")
 async def _events(request: web.Request) -> web.StreamResponse:
-    """Send updates as server-sent events, from the cursor `since` on.
+    """Send updates as server-sent events, starting at the cursor `since`.
 
-    A page that reconnects names its last update in `Last-Event-ID`. Where that one is out of reach,
-    as after a restart, the first update is the whole view.
+    A page that reconnects names its last update in `Last-Event-ID`. If that update is no longer
+    known, for example after a restart, the first update is the whole view.
     """
     tenant = request.app[KEYS].of_request(request).tenant
     view = request.app[SHELL].view
@@ -182,8 +181,7 @@ async def _events(request: web.Request) -> web.StreamResponse:
 
 
 def _cursor(request: web.Request, origin_s: float) -> int | None:
-    """The cursor of the page's last update; None: the update was of another view, or there was
-    none."""
+    """Return the cursor of the page's last update, or None if it has none of this view."""
     said = request.headers.get("Last-Event-ID") or request.query.get("since", "")
     origin, _, number = said.rpartition("-")
     return int(number) if number.isdecimal() and origin == str(origin_s) else None
@@ -191,7 +189,7 @@ def _cursor(request: web.Request, origin_s: float) -> int | None:
 
 @routes.get("/api/explain/{what}")
 async def _explain(request: web.Request) -> web.StreamResponse:
-    """Why a job is where it is (`<tenant>.<job>`), or what an operation waits for."""
+    """Return why a job (`<tenant>.<job>`) is where it is, or what an operation waits for."""
     caller = request.app[KEYS].of_request(request)
     what = request.match_info["what"]
     client = request.app[SHELL].bus.client
@@ -210,7 +208,7 @@ async def _explain(request: web.Request) -> web.StreamResponse:
 
 @routes.get("/api/trace/{operation}")
 async def _trace(request: web.Request) -> web.StreamResponse:
-    """Answer with the spans of an operation, as `phaseloom trace` shows them."""
+    """Return the spans of an operation, as `phaseloom trace` shows them."""
     key = parse_operation_key(request.match_info["operation"])
     _own_job(request.app[KEYS].of_request(request), str(key.job_key))
     return _json(request, await request.app[SHELL].legs(key))
@@ -218,7 +216,7 @@ async def _trace(request: web.Request) -> web.StreamResponse:
 
 @routes.get("/api/nodes")
 async def _nodes(request: web.Request) -> web.StreamResponse:
-    """Answer with the state that each node holds, by tier. A tenant sees its own state, and the
+    """Return the state that each node holds, by tier. A tenant sees its own state and the
     totals."""
     tenant = request.app[KEYS].of_request(request).tenant
     reports = await request.app[SHELL].reports()
@@ -254,7 +252,7 @@ async def _cancel(request: web.Request) -> web.StreamResponse:
 
 @routes.post("/api/drain/{what}")
 async def _drain(request: web.Request) -> web.StreamResponse:
-    """Drain a job or a node; `?undo=1` lets the node be used again."""
+    """Drain a job or a node. `?undo=1` puts a node back into use."""
     caller, what = _operator(request), request.match_info["what"]
     client = request.app[SHELL].bus.client
     if "." in what:
@@ -267,7 +265,7 @@ async def _drain(request: web.Request) -> web.StreamResponse:
 
 
 def _operator(request: web.Request) -> Caller:
-    """The caller, who must be an operator. Raises: CallerError: PERMISSION_DENIED. Unauthorized."""
+    """Return the caller if it may act. Raises: CallerError: PERMISSION_DENIED. Unauthorized."""
     caller = request.app[KEYS].of_request(request)
     if not caller.can_act:
         raise CallerError(
@@ -285,9 +283,9 @@ def _operator(request: web.Request) -> Caller:
 
 
 def _own_job(caller: Caller, text: str) -> JobKey:
-    """The job of that name, which the caller may see.
+    """Parse the name of a job that the caller may see.
 
-    Raises: CallerError: the text is no name of a job, or the job is another tenant's.
+    Raises: CallerError: the text is not a job's name, or the job belongs to another tenant.
     """
     tenant, _, job = text.partition(".")
     key = JobKey(check_name(tenant, "tenant"), check_name(job, "job"))
@@ -321,7 +319,7 @@ def _refused(status: int, info: ErrorInfo) -> web.Response:
 
 @web.middleware
 async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer all errors in one form, and give every answer the page's security policy."""
+    """Return all errors in one form, and add the page's security policy to every response."""
     response = await _answer(request, handler)
     if not response.prepared:
         response.headers.update(_HEADERS)

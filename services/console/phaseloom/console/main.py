@@ -19,25 +19,24 @@ from phaseloom.console.http import Keys, application
 from phaseloom.console.shell import Shell
 
 _END_S = 1.0
-"""Seconds for which pages that listen may delay the end."""
+"""Time that open pages may delay shutdown."""
 
 
 class ConsoleConfig(msgspec.Struct, frozen=True):
-    """The settings of a console: the section `console`, or PHASELOOM_CONSOLE_<FIELD>."""
+    """The console's settings, from the section `console` or PHASELOOM_CONSOLE_<FIELD>."""
 
     port: int
     operator_key: str
-    """The operator's key: its holder sees all tenants, cancels jobs and drains nodes."""
+    """The operator's key. It shows all tenants and may cancel jobs and drain nodes."""
     keys: dict[str, str] = {}
-    """Key → the tenant whose jobs it shows."""
+    """Tenants by key. A key shows its tenant's jobs."""
     host: str = "127.0.0.1"
     """The address to listen at."""
     history: int = HISTORY
-    """The number of operations, and of context switches, that are kept for pages that are opened
-    later."""
+    """Number of operations, and of context switches, kept for pages that are opened later."""
 
     def check(self) -> None:
-        """Raises: CallerError: a number is out of its bounds."""
+        """Raises: CallerError: a number is out of range."""
         config.check_bounds(self, "console", _BOUNDS)
 
 
@@ -47,7 +46,7 @@ _BOUNDS = {"port": (1, config.LAST_PORT), "history": (1, math.inf)}
 async def serve(stop: asyncio.Event) -> None:
     settings = config.load(ConsoleConfig, "console")
     settings.check()
-    # The objects that the imports made stay: no collection needs to go through them again.
+    # Imported objects live forever, so garbage collections need not scan them.
     gc.freeze()
     async with service_bus("console", stop) as bus:
         spans = config.load(TelemetryConfig, "telemetry").spans_dir

@@ -1,8 +1,7 @@
-"""The page as the front-end's build has left it in `static/`, whole or as one file with a run in
-it.
+"""Serves the built front end from `static/`, as separate files or as one file with a recorded run.
 
-`services/console/web` has its sources, and `make console` builds it. The built files are committed,
-so a clone and a wheel need no Node.
+The sources are in `services/console/web`; `make console` builds them. The built files are
+committed, so neither a clone nor a wheel needs Node.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ TYPES = {PAGE: "text/html", SCRIPT: "text/javascript", STYLE: "text/css"}
 _SCRIPT_TAG = f'<script type="module" src="static/{SCRIPT}"></script>'
 _STYLE_TAG = f'<link rel="stylesheet" href="static/{STYLE}">'
 _REPLAY_ID = "replay"
-"""The id of the element that has a run; the script looks for it."""
+"""Id of the element that holds a run. The script looks for it."""
 
 
 @cache
 def asset(name: str) -> bytes:
-    """One built file of the page."""
+    """Return one built file of the page."""
     return (files(__package__) / "static" / name).read_bytes()
 
 
@@ -37,10 +36,10 @@ def compressed(name: str) -> bytes:
 
 
 def write_replay(replay: Replay, path: Path) -> None:
-    """Write a page that shows a run and needs nothing else: script, style and data are in it."""
+    """Write one self-contained page that shows a run: script, style and data included."""
     data = base64.b64encode(gzip.compress(msgspec.json.encode(replay), mtime=0)).decode()
     script, style = asset(SCRIPT).decode(), asset(STYLE).decode()
-    # A script in a page ends at the first end tag, wherever that stands.
+    # A script in a page ends at the first end tag, even inside a string.
     script = script.replace("</script", "<\\/script")
     page = asset(PAGE).decode()
     for tag in (_SCRIPT_TAG, _STYLE_TAG):

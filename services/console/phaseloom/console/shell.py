@@ -1,8 +1,8 @@
-"""The console's shell: it follows the log, the views of jobs and the notices, and feeds the view.
+"""The console's shell: follows the log, the job views and the notices, and feeds the view.
 
-Nobody waits for the console, so it reads in large steps. A page may also ask why an operation
-waits, or what a node holds; those questions go to the services, under the name of the caller's
-tenant.
+Nobody waits for the console, so it reads many entries at once. A page may also ask why an operation
+waits or which state a node holds; the shell forwards these questions to the services on behalf of
+the caller's tenant.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ log = logging.getLogger(__name__)
 
 _READ_PAUSE_S = 0.1
 _NUM_NOTICES = 50
-"""The number of notices from before the console's start that it shows."""
+"""Notices from before the console's start that it still shows."""
 _SPAN_BYTES = 2**25
-"""The newest bytes of each file of spans in which an operation is looked for."""
+"""Newest bytes of each span file that are searched for an operation."""
 _REPORT_TIMEOUT_S = 2.0
 _REPORTS_AGE_S = 1.0
-"""Seconds for which the reports of nodes are reused, however many pages ask for them."""
+"""Time for which node reports are cached for all pages."""
 
 
 class Shell:
-    """Args: spans: the directory of the spans of this machine's services; None: there is none."""
+    """Args: spans: directory of the span files of this machine's services, or None."""
 
     def __init__(self, bus: Bus, view: View, spans: Path | None = None) -> None:
         self.bus = bus
@@ -97,7 +97,7 @@ class Shell:
         self.view.cycle(job, known)
 
     async def reports(self) -> dict[str, StatusReport | str]:
-        """The report of each node that is up; a line of text for a node that does not answer."""
+        """Return the report of each node that is up, or an error text if it does not answer."""
         async with self._reporting:
             if time.monotonic() - self._reported_s > _REPORTS_AGE_S:
                 nodes = await nodes_up(self.bus)
@@ -107,7 +107,7 @@ class Shell:
             return self._reports
 
     async def legs(self, operation: OperationKey) -> list[Leg]:
-        """The waterfall of an operation, from its spans; empty where none is at hand."""
+        """Return the waterfall of an operation from its spans; empty if none are available."""
         if self._spans is None:
             return []
         found = await asyncio.to_thread(spans_of, str(operation), self._spans, _SPAN_BYTES)

@@ -1,6 +1,6 @@
-"""The events of the decision log that people see as decisions, and their words.
+"""Turns events of the decision log into decisions in words, for people.
 
-Context switches are not among them: a page shows those in its timeline, with all their figures.
+Context switches are not included: a page shows them in its timeline, with all their figures.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ ROUTINE = frozenset(
         "recovered",
     }
 )
-"""The notices of the scheduler that tell of nothing that went wrong."""
+"""Notices of the scheduler that do not report a problem."""
 
 
 def decision_of(  # noqa: PLR0911, PLR0912 - one arm an event
     time_s: float, event: events.Event
 ) -> Decision | None:
-    """The decision that an event stands for; None: the event is not shown as a decision."""
+    """Return the decision that an event represents, or None if it is not shown."""
     match event:
         case events.JobSubmitted(job=job):
             parts = ", ".join(f"{spec.name} on {spec.pool}" for spec in event.spec.deployments)
@@ -58,7 +58,7 @@ def decision_of(  # noqa: PLR0911, PLR0912 - one arm an event
             why = f"incarnation {event.incarnation}, as of operation {event.applied}"
             return _of(time_s, key, f"started on {event.node}", why)
         case events.WpgLost(deployment=key) if event.error.code is Code.ABORTED:
-            # On the scheduler's order: what it was for, a loss too, is a decision of its own.
+            # The scheduler ordered this stop; its reason, such as a loss, has its own decision.
             return _of(time_s, key, f"stopped on {event.node}", event.error.message)
         case events.WpgLost(deployment=key):
             return _trouble(time_s, key, f"lost on {event.node}", event.error)
@@ -86,7 +86,7 @@ def decision_of(  # noqa: PLR0911, PLR0912 - one arm an event
 
 
 def moves_of(time_s: float, event: events.ReplanComputed) -> list[Decision]:
-    """The decisions that a repacking stands for: one for each job that it moves."""
+    """Return one decision for each job that a repacking moves."""
     return [
         Decision(time_s, f"moves to {move.group or 'a new group'}", move.why, str(move.job))
         for move in event.moves
@@ -94,7 +94,7 @@ def moves_of(time_s: float, event: events.ReplanComputed) -> list[Decision]:
 
 
 def of_notice(time_s: float, notice: events.Notice) -> Decision:
-    """The decision that a notice stands for. All but the routine ones are trouble."""
+    """Return the decision that a notice represents. All except routine ones count as trouble."""
     about = f" {notice.subject}" if notice.subject else ""
     what = f"{notice.what.replace('_', ' ')}{about}"
     why = f"{notice.source}: {notice.reason}"

@@ -1,8 +1,8 @@
-"""The console's view of a mesh: a fold over the decision log that keeps the newest of everything.
+"""The console's view of a mesh: a fold over the decision log with bounded memory.
 
-What it keeps is bounded: `history` operations and activations, `NUM_DECISIONS` decisions,
-`NUM_REPORTS` reports of each job, and what is open. `update` tells all of it, or what came since an
-earlier update; a tenant is told only what is its own. The shell feeds it; pages and
+It keeps the newest `history` operations and activations, `NUM_DECISIONS` decisions, `NUM_REPORTS`
+reports of each job, and everything that is still open. `update` returns all of it, or the changes
+since an earlier update; a tenant sees only its own rows. The shell feeds the view; pages and
 `phaseloom replay` read it.
 """
 
@@ -108,7 +108,7 @@ class View:
     # --- what comes in --------------------------------------------------------------------------
 
     def step(self, time_s: float, event: events.Event) -> None:
-        """Take the next event of the decision log; the events of one entry come one by one."""
+        """Fold the next event of the decision log. Events of one entry are passed one at a time."""
         self.origin_s = self.origin_s or time_s
         hidden_s = 0.0
         for observation in self._activity.step(time_s, event):
@@ -140,7 +140,7 @@ class View:
             self.decided(decision)
 
     def status(self, time_s: float, job: JobKey, status: JobStatus | None) -> None:
-        """Take the changed status of a job; None: the job is forgotten."""
+        """Store a job's new status, or forget the job if it is None."""
         before = self._jobs.get(job)
         if status is None:
             for kept in (self._jobs, self._cycles, self._counts):
@@ -155,19 +155,19 @@ class View:
             self.decided(Decision(time_s, status.state, why, str(job), is_trouble=True))
 
     def cycle(self, job: JobKey, trace: events.PhaseTrace | None) -> None:
-        """Take the cycle of a job as the profiler has learned it; None: it is forgotten."""
+        """Store the cycle that the profiler learned for a job, or forget it if it is None."""
         if trace is None:
             self._cycles.pop(job, None)
         else:
             self._cycles[job] = trace
 
     def decided(self, decision: Decision) -> None:
-        """Take a decision, for people to read."""
+        """Store a decision."""
         self._told.put(decision)
         self._decisions.append(decision)
 
     def reported(self, job: JobKey, report: JobReport) -> None:
-        """Take a report of a job's controller."""
+        """Store a report of a job's controller."""
         row = wire.ReportRow(str(job), report.step, report.values)
         self._told.put(row)
         self._reports.setdefault(row.job, deque(maxlen=NUM_REPORTS)).append(row)
@@ -187,11 +187,12 @@ class View:
     def update(
         self, now_s: float, *, since: int | None = None, tenant: str = "", with_jobs: bool = True
     ) -> wire.Update:
-        """The whole view, or what has come since an earlier update.
+        """Return the whole view, or the changes since an earlier update.
 
-        Args: since: the `cursor` of the earlier update. None, or one that is older than what is
-              kept, gives the whole view. tenant: only rows of this tenant; empty: of all tenants.
-              with_jobs: whether jobs and nodes are included.
+        Args: since: `cursor` of the earlier update. If it is None or no longer kept, the whole view
+                  is returned.
+              tenant: return only this tenant's rows. Empty: all tenants.
+              with_jobs: whether to include jobs and nodes.
         """
         oldest = self._told.num_ever - len(self._told)
         is_whole = since is None or not oldest <= since <= self._told.num_ever
@@ -202,7 +203,7 @@ class View:
         for item in self._told.since(begin):
             match item:
                 case Decision() | wire.ReportRow() if is_whole:
-                    pass  # more of them are kept than there are among the newest of everything
+                    pass  # included above, from the longer lists
                 case Decision():
                     decisions.append(item)
                 case wire.ReportRow():
@@ -221,14 +222,14 @@ class View:
             heads=self._heads(rows, now_s),
             nodes=[*self._nodes.values()] if with_jobs or is_whole else None,
             jobs=self.jobs(tenant) if with_jobs or is_whole else None,
-            # The lists of names come last: rows have put into them what they name.
+            # The lists of names come last, because building rows adds to them.
             deployments=[*rows.deployments],
             kinds=[*rows.kinds],
             devices=[*rows.devices],
         )
 
     def jobs(self, tenant: str = "") -> list[wire.JobRow]:
-        """The jobs of a tenant; empty: of all tenants."""
+        """Return the rows of a tenant's jobs. Empty tenant: all jobs."""
         depths = self._activity.depth()
         return [
             _job_row(
@@ -259,10 +260,10 @@ class View:
 
 @dataclass(slots=True)
 class Listener:
-    """The state of one page: what it has been told, and so which update comes next.
+    """The state of one open page, from which its next update follows.
 
-    Args: tenant: the tenant whose page it is; empty: an operator's. since: the `cursor` of the last
-          update that the page has; None: it has none.
+    Args: tenant: tenant of the page. Empty: an operator's page.
+          since: `cursor` of the page's last update. None: it has none yet.
     """
 
     view: View
@@ -275,8 +276,7 @@ class Listener:
     _told_s: float = 0.0
 
     def news(self, now_s: float) -> wire.Update | None:
-        """The next update for the page; None: nothing is new, and the last update is not long
-        ago."""
+        """Return the page's next update, or None if nothing is new and the last one is recent."""
         asks_slow = now_s - self._slow_s >= _SLOW_S
         update = self.view.update(now_s, since=self.since, tenant=self.tenant, with_jobs=asks_slow)
         has_slow = update.jobs is not None
@@ -295,7 +295,7 @@ class Listener:
 
 @dataclass(slots=True)
 class _Rows:
-    """The rows of an update, and the names that they refer to by number."""
+    """Rows of an update and the lists of names that they refer to by index."""
 
     origin_s: float
     tenant: str

@@ -1,8 +1,8 @@
-"""The messages of the console to a page: console → browser, as JSON.
+"""Messages from the console to a page (console → browser, JSON).
 
-An `Update` is the whole view, or what has come since the one before. Its rows name deployments,
-kinds and devices by their place in the lists that the same update brings. Times in rows are whole
-numbers of `TICK_S` since `origin_s`, which keeps them short.
+An `Update` is the whole view, or the changes since the previous one. Its rows refer to deployments,
+kinds and devices by index into the lists of the same update. Times in rows are integers, in units
+of `TICK_S` since `origin_s`, which keeps them short.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ class OperationRow(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     start: int
     end: int
     told: int
-    """How long after its end the log had it."""
+    """Delay from the end of the operation until its entry in the log, in ticks."""
     devices: list[int]
     num_tokens: int = 0
     outcome: str = ""
-    """The outcome of the operation; empty: COMPLETED."""
+    """The operation's outcome. Empty: COMPLETED."""
     is_replay: bool = False
     """Whether the operation was run again after a loss; its first outcome stands."""
 
 
 class ActivationRow(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """An activation: a deployment has got its devices, by a context switch where bytes had to
-    move."""
+    """An activation: a deployment got its devices, with a context switch if bytes had to move."""
 
     deployment: int
     start: int
@@ -47,11 +46,11 @@ class ActivationRow(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
     bytes_in: int = 0
     is_speculative: bool = False
     displaced: list[int] = []
-    """Deployments that had to leave; those of other tenants are left out."""
+    """Displaced deployments, without those of other tenants."""
 
 
 class HeadRow(msgspec.Struct, frozen=True, array_like=True):
-    """The ready operation of a deployment that runs, or that runs next."""
+    """The operation of a deployment that is running, or its next ready one."""
 
     deployment: int
     kind: int
@@ -62,7 +61,7 @@ class HeadRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Something that was decided or has happened, with its reason, in words."""
+    """A decision or event in words, with its reason."""
 
     time_s: float
     """The time of the event in the log, in Unix seconds."""
@@ -136,7 +135,7 @@ class JobRow(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Update(msgspec.Struct, frozen=True, omit_defaults=True):
     cursor: int
-    """The place in the view at which the next update begins."""
+    """Position in the view at which the next update begins."""
     now_s: float
     """The console's clock when the update was made, in Unix seconds."""
     origin_s: float
@@ -160,7 +159,7 @@ class Update(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Leg(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A span of an operation, with its place in the operation's waterfall."""
+    """One span of an operation's waterfall."""
 
     name: str
     """`submit`, `route`, `queue`, `permit`, `switch`, `offload`, `load`, `execute`, `complete`."""
@@ -169,12 +168,12 @@ class Leg(msgspec.Struct, frozen=True, omit_defaults=True):
     begin: int
     end: int
     depth: int = 0
-    """The number of spans around it."""
+    """Number of spans that enclose it."""
     error: str = ""
 
 
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The person or program that looks at the page; the answer to `/api/me`."""
+    """The person or program that uses the page; the answer of `/api/me`."""
 
     tenant: str = ""
     """The caller's tenant; empty: an operator, who sees all tenants."""
