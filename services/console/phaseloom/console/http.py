@@ -96,7 +96,7 @@ def _digest(key: str) -> bytes:
 
 
 def application(shell: Shell, keys: Keys) -> web.Application:
-    app = web.Application(middlewares=[_answered], client_max_size=2**16)
+    app = web.Application(middlewares=[_uniform_response], client_max_size=2**16)
     app.add_routes(routes)
     app[SHELL] = shell
     app[KEYS] = keys
@@ -182,8 +182,8 @@ async def _events(request: web.Request) -> web.StreamResponse:
 
 def _cursor(request: web.Request, origin_s: float) -> int | None:
     """Return the cursor of the page's last update, or None if it has none of this view."""
-    said = request.headers.get("Last-Event-ID") or request.query.get("since", "")
-    origin, _, number = said.rpartition("-")
+    text = request.headers.get("Last-Event-ID") or request.query.get("since", "")
+    origin, _, number = text.rpartition("-")
     return int(number) if number.isdecimal() and origin == str(origin_s) else None
 
 
@@ -191,18 +191,20 @@ def _cursor(request: web.Request, origin_s: float) -> int | None:
 async def _explain(request: web.Request) -> web.StreamResponse:
     """Return why a job (`<tenant>.<job>`) is where it is, or what an operation waits for."""
     caller = request.app[KEYS].of_request(request)
-    what = request.match_info["what"]
+    target = request.match_info["what"]
     client = request.app[SHELL].bus.client
-    if what.count(".") < 2:
-        job = _own_job(caller, what)
+    if target.count(".") < 2:
+        job = _own_job(caller, target)
         status = await call_api(
             client, job.tenant, "job.status", api.JobRequest(job.job), api.JobStatus
         )
         return _json(request, status)
-    key = parse_operation_key(what)
+    key = parse_operation_key(target)
     _own_job(caller, str(key.job_key))
-    asked = api.OperationRequest(key.job, key.deployment, key.slot)
-    answer = await call_api(client, key.tenant, "operation.explain", asked, api.Explanation)
+    request_message = api.OperationRequest(key.job, key.deployment, key.slot)
+    answer = await call_api(
+        client, key.tenant, "operation.explain", request_message, api.Explanation
+    )
     return _json(request, answer)
 
 
@@ -246,21 +248,23 @@ async def _cancel(request: web.Request) -> web.StreamResponse:
     """End a job now, as `phaseloom cancel` does."""
     job = _own_job(_operator(request), request.match_info["job"])
     client = request.app[SHELL].bus.client
-    asked = api.JobRequest(job.job, failed=True)
-    return _json(request, await call_api(client, job.tenant, "job.finish", asked, api.JobStatus))
+    request_message = api.JobRequest(job.job, failed=True)
+    return _json(
+        request, await call_api(client, job.tenant, "job.finish", request_message, api.JobStatus)
+    )
 
 
 @routes.post("/api/drain/{what}")
 async def _drain(request: web.Request) -> web.StreamResponse:
     """Drain a job or a node. `?undo=1` puts a node back into use."""
-    caller, what = _operator(request), request.match_info["what"]
+    caller, target = _operator(request), request.match_info["what"]
     client = request.app[SHELL].bus.client
-    if "." in what:
-        job = _own_job(caller, what)
-        asked = api.JobRequest(job.job)
-        answer = await call_api(client, job.tenant, "job.drain", asked, api.JobStatus)
+    if "." in target:
+        job = _own_job(caller, target)
+        request_message = api.JobRequest(job.job)
+        answer = await call_api(client, job.tenant, "job.drain", request_message, api.JobStatus)
         return _json(request, answer)
-    node = api.DrainNode(check_name(what, "node"), undo=request.query.get("undo") == "1")
+    node = api.DrainNode(check_name(target, "node"), undo=request.query.get("undo") == "1")
     return _json(request, await call_node_api(client, "drain", node, api.NodeStatus))
 
 
@@ -318,7 +322,7 @@ def _refused(status: int, info: ErrorInfo) -> web.Response:
 
 
 @web.middleware
-async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _uniform_response(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Return all errors in one form, and add the page's security policy to every response."""
     response = await _answer(request, handler)
     if not response.prepared:

@@ -79,22 +79,22 @@ class Shell:
             async for job, _, report in reports:
                 self.view.reported(job, report)
 
-    async def _follow(self, bucket: Bucket, take: Callable[[JobKey, KeyChange], None]) -> None:
+    async def _follow(self, bucket: Bucket, handle: Callable[[JobKey, KeyChange], None]) -> None:
         changes: AsyncIterator[KeyChange] = self.bus.keys.watch(bucket)
         async for change in changes:
             tenant, _, job = change.key.partition(".")
             try:
-                take(JobKey(tenant, job), change)
+                handle(JobKey(tenant, job), change)
             except CallerError as error:
                 log.warning("%s of %s is of another version: %s", bucket, change.key, error)
 
     def _status(self, job: JobKey, change: KeyChange) -> None:
-        known = None if change.stored is None else decode(change.stored.payload, api.JobStatus)
-        self.view.status(time.time(), job, known)
+        content = None if change.stored is None else decode(change.stored.payload, api.JobStatus)
+        self.view.status(time.time(), job, content)
 
     def _cycle(self, job: JobKey, change: KeyChange) -> None:
-        known = None if change.stored is None else decode(change.stored.payload, PhaseTrace, JSON)
-        self.view.cycle(job, known)
+        content = None if change.stored is None else decode(change.stored.payload, PhaseTrace, JSON)
+        self.view.cycle(job, content)
 
     async def reports(self) -> dict[str, StatusReport | str]:
         """Return the report of each node that is up, or an error text if it does not answer."""
@@ -110,8 +110,8 @@ class Shell:
         """Return the waterfall of an operation from its spans; empty if none are available."""
         if self._spans is None:
             return []
-        found = await asyncio.to_thread(spans_of, str(operation), self._spans, _SPAN_BYTES)
-        return [self._leg(row) for row in waterfall(found, str(operation))]
+        spans = await asyncio.to_thread(spans_of, str(operation), self._spans, _SPAN_BYTES)
+        return [self._leg(row) for row in waterfall(spans, str(operation))]
 
     def _leg(self, row: Row) -> Leg:
         span = row.span

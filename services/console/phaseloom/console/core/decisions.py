@@ -48,15 +48,15 @@ def decision_of(  # noqa: PLR0911, PLR0912 - one arm an event
         case events.SessionOpened(job=job):
             return Decision(time_s, "controller attached", f"session {event.session}", str(job))
         case events.SessionLost(job=job):
-            why = "its heartbeat ended: no device is kept for it"
-            return Decision(time_s, "controller lost", why, str(job), is_trouble=True)
+            reason = "its heartbeat ended: no device is kept for it"
+            return Decision(time_s, "controller lost", reason, str(job), is_trouble=True)
         case events.CancelRequested(key=key):
             return Decision(
                 time_s, f"cancel {key.deployment}.{key.slot}", "asked for", str(key.job_key)
             )
         case events.WpgStarted(deployment=key):
-            why = f"incarnation {event.incarnation}, as of operation {event.applied}"
-            return _of(time_s, key, f"started on {event.node}", why)
+            reason = f"incarnation {event.incarnation}, as of operation {event.applied}"
+            return _of(time_s, key, f"started on {event.node}", reason)
         case events.WpgLost(deployment=key) if event.error.code is Code.ABORTED:
             # The scheduler ordered this stop; its reason, such as a loss, has its own decision.
             return _of(time_s, key, f"stopped on {event.node}", event.error.message)
@@ -68,19 +68,19 @@ def decision_of(  # noqa: PLR0911, PLR0912 - one arm an event
             key = operation.deployment_key
             return _trouble(time_s, key, f"gave back {operation.slot}", event.error)
         case events.TailGathered(operations=[first, *_]):
-            why = f"{len(event.freed)} ranks have nothing left to do"
-            return _of(time_s, first.deployment_key, "long tail gathered", why)
+            reason = f"{len(event.freed)} ranks have nothing left to do"
+            return _of(time_s, first.deployment_key, "long tail gathered", reason)
         case events.SealFailed(deployment=key):
             return _trouble(time_s, key, f"not sealed at {event.seq}", event.error)
         case events.QueuedOperation(key=operation, error=error) if error is not None:
-            what = f"refused {operation.slot}"
-            return _trouble(time_s, operation.deployment_key, what, error)
+            title = f"refused {operation.slot}"
+            return _trouble(time_s, operation.deployment_key, title, error)
         case events.OperationFinished(key=operation) if event.outcome is not Outcome.COMPLETED:
-            what = f"{event.kind} {operation.slot} {event.outcome}"
-            return _trouble(time_s, operation.deployment_key, what, event.error)
+            title = f"{event.kind} {operation.slot} {event.outcome}"
+            return _trouble(time_s, operation.deployment_key, title, event.error)
         case events.PhaseTrace(job=job) if event.drift:
-            why = f"{event.drift:+.0%} against before"
-            return Decision(time_s, f"cycle is {event.period_s:.2f} s", why, str(job))
+            reason = f"{event.drift:+.0%} against before"
+            return Decision(time_s, f"cycle is {event.period_s:.2f} s", reason, str(job))
         case _:
             return _of_mesh(time_s, event)
 
@@ -96,35 +96,35 @@ def moves_of(time_s: float, event: events.ReplanComputed) -> list[Decision]:
 def of_notice(time_s: float, notice: events.Notice) -> Decision:
     """Return the decision that a notice represents. All except routine ones count as trouble."""
     about = f" {notice.subject}" if notice.subject else ""
-    what = f"{notice.what.replace('_', ' ')}{about}"
-    why = f"{notice.source}: {notice.reason}"
-    return Decision(time_s, what, why, is_trouble=notice.what not in ROUTINE)
+    title = f"{notice.what.replace('_', ' ')}{about}"
+    reason = f"{notice.source}: {notice.reason}"
+    return Decision(time_s, title, reason, is_trouble=notice.what not in ROUTINE)
 
 
 def _of_mesh(time_s: float, event: events.Event) -> Decision | None:
     match event:
         case events.SchedulerConfigured(config=config):
-            why = f"placement {config.placement}, ordering {config.ordering}"
-            return Decision(time_s, "scheduler configured", why)
+            reason = f"placement {config.placement}, ordering {config.ordering}"
+            return Decision(time_s, "scheduler configured", reason)
         case events.NodeUp():
             several = "" if len(event.devices) == 1 else "s"
-            why = f"{len(event.devices)} device{several} in pool {event.pool}"
-            return Decision(time_s, f"node {event.node} is up", why)
+            reason = f"{len(event.devices)} device{several} in pool {event.pool}"
+            return Decision(time_s, f"node {event.node} is up", reason)
         case events.NodeLost():
             return Decision(time_s, f"node {event.node} lost", event.reason, is_trouble=True)
         case events.NodeDrainRequested():
-            what = "gone for good" if event.gone else "to be drained"
-            what = "may be used again" if event.undo else what
-            return Decision(time_s, f"node {event.node} {what}", "an operator asked")
+            title = "gone for good" if event.gone else "to be drained"
+            title = "may be used again" if event.undo else title
+            return Decision(time_s, f"node {event.node} {title}", "an operator asked")
         case _:
             return None
 
 
-def _of(time_s: float, key: DeploymentKey, what: str, why: str) -> Decision:
-    return Decision(time_s, f"{key.deployment} {what}", why, str(key.job_key))
+def _of(time_s: float, key: DeploymentKey, title: str, reason: str) -> Decision:
+    return Decision(time_s, f"{key.deployment} {title}", reason, str(key.job_key))
 
 
-def _trouble(time_s: float, key: DeploymentKey, what: str, error: ErrorInfo | None) -> Decision:
-    why = "" if error is None else f"{error.code}: {error.message}"
-    told = f"{key.deployment} {what}"
-    return Decision(time_s, told, why, str(key.job_key), is_trouble=True)
+def _trouble(time_s: float, key: DeploymentKey, title: str, error: ErrorInfo | None) -> Decision:
+    reason = "" if error is None else f"{error.code}: {error.message}"
+    text = f"{key.deployment} {title}"
+    return Decision(time_s, text, reason, str(key.job_key), is_trouble=True)

@@ -44,7 +44,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class _Operation:
     execution: Execution
-    told_s: float
+    logged_s: float
     devices: tuple[Device, ...]
 
     @property
@@ -94,7 +94,7 @@ class View:
     origin_s: float = 0.0
     """The time of the first event, Unix seconds; 0: there was none."""
     _activity: Activity = field(default_factory=Activity)
-    _told: _Newest[_Operation | _Activation | Decision | wire.ReportRow] = field(init=False)
+    _newest: _Newest[_Operation | _Activation | Decision | wire.ReportRow] = field(init=False)
     _decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=NUM_DECISIONS))
     _nodes: dict[str, wire.NodeRow] = field(default_factory=dict)
     _jobs: dict[JobKey, JobStatus] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class View:
     _reports: dict[str, deque[wire.ReportRow]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._told = _Newest(self.history)
+        self._newest = _Newest(self.history)
 
     # --- what comes in --------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class View:
                 )
             case events.ActivationOpened():
                 devices = self._activity.devices_of(event.deployment)
-                self._told.put(_Activation(event, devices, hidden_s))
+                self._newest.put(_Activation(event, devices, hidden_s))
             case events.ReplanComputed():
                 for move in moves_of(time_s, event):
                     self.decided(move)
@@ -143,16 +143,16 @@ class View:
         """Store a job's new status, or forget the job if it is None."""
         before = self._jobs.get(job)
         if status is None:
-            for kept in (self._jobs, self._cycles, self._counts):
-                kept.pop(job, None)
+            for by_job in (self._jobs, self._cycles, self._counts):
+                by_job.pop(job, None)
             self._reports.pop(str(job), None)
             return
         self._jobs[job] = status
         if status.placement and (before is None or before.placement != status.placement):
             self.decided(Decision(time_s, "placed", status.placement, str(job)))
         if status.error is not None and (before is None or before.error != status.error):
-            why = f"{status.error.code}: {status.error.message}"
-            self.decided(Decision(time_s, status.state, why, str(job), is_trouble=True))
+            reason = f"{status.error.code}: {status.error.message}"
+            self.decided(Decision(time_s, status.state, reason, str(job), is_trouble=True))
 
     def cycle(self, job: JobKey, trace: events.PhaseTrace | None) -> None:
         """Store the cycle that the profiler learned for a job, or forget it if it is None."""
@@ -163,18 +163,18 @@ class View:
 
     def decided(self, decision: Decision) -> None:
         """Store a decision."""
-        self._told.put(decision)
+        self._newest.put(decision)
         self._decisions.append(decision)
 
     def reported(self, job: JobKey, report: JobReport) -> None:
         """Store a report of a job's controller."""
         row = wire.ReportRow(str(job), report.step, report.values)
-        self._told.put(row)
+        self._newest.put(row)
         self._reports.setdefault(row.job, deque(maxlen=NUM_REPORTS)).append(row)
 
     def _ran(self, time_s: float, execution: Execution) -> None:
         devices = self._activity.devices_of(execution.key.deployment_key)
-        self._told.put(_Operation(execution, time_s, devices))
+        self._newest.put(_Operation(execution, time_s, devices))
         if execution.is_replay:
             return
         counts = self._counts.setdefault(execution.key.job_key, _Counts())
@@ -194,13 +194,13 @@ class View:
               tenant: return only this tenant's rows. Empty: all tenants.
               with_jobs: whether to include jobs and nodes.
         """
-        oldest = self._told.num_ever - len(self._told)
-        is_whole = since is None or not oldest <= since <= self._told.num_ever
+        oldest = self._newest.num_ever - len(self._newest)
+        is_whole = since is None or not oldest <= since <= self._newest.num_ever
         rows = _Rows(self.origin_s, tenant)
         begin = oldest if since is None or is_whole else since
         decisions = list(self._decisions) if is_whole else []
         reports = [*chain.from_iterable(self._reports.values())] if is_whole else []
-        for item in self._told.since(begin):
+        for item in self._newest.since(begin):
             match item:
                 case Decision() | wire.ReportRow() if is_whole:
                     pass  # included above, from the longer lists
@@ -211,7 +211,7 @@ class View:
                 case _:
                     rows.add(item)
         return wire.Update(
-            cursor=self._told.num_ever,
+            cursor=self._newest.num_ever,
             now_s=now_s,
             origin_s=self.origin_s,
             is_whole=is_whole,
@@ -251,7 +251,7 @@ class View:
                 head.key.slot,
                 rows.ticks(head.ready_s),
                 head.num_ready,
-                rows.places(self._activity.devices_of(head.key.deployment_key)),
+                rows.device_indices(self._activity.devices_of(head.key.deployment_key)),
             )
             for head in self._activity.heads(now_s)
             if rows.has(head.key.tenant)
@@ -273,7 +273,7 @@ class Listener:
     _slow: object = None
     """The jobs and nodes of the last update."""
     _slow_s: float = 0.0
-    _told_s: float = 0.0
+    _updated_s: float = 0.0
 
     def news(self, now_s: float) -> wire.Update | None:
         """Return the page's next update, or None if nothing is new and the last one is recent."""
@@ -287,9 +287,9 @@ class Listener:
                 update, has_slow = msgspec.structs.replace(update, jobs=None, nodes=None), False
             self._slow = slow
         is_news = has_slow or update.is_whole or update.cursor != self.since
-        if not is_news and update.heads == self._heads and now_s - self._told_s < _SILENCE_S:
+        if not is_news and update.heads == self._heads and now_s - self._updated_s < _SILENCE_S:
             return None
-        self.since, self._heads, self._told_s = update.cursor, update.heads, now_s
+        self.since, self._heads, self._updated_s = update.cursor, update.heads, now_s
         return update
 
 
@@ -305,7 +305,7 @@ class _Rows:
     kinds: dict[str, int] = field(default_factory=dict)
     devices: dict[str, int] = field(default_factory=dict)
     _keys: dict[DeploymentKey, int] = field(default_factory=dict)
-    _places: dict[tuple[Device, ...], list[int]] = field(default_factory=dict)
+    _device_indices: dict[tuple[Device, ...], list[int]] = field(default_factory=dict)
 
     def has(self, tenant: str) -> bool:
         return self.tenant in ("", tenant)
@@ -333,13 +333,13 @@ class _Rows:
     def kind(self, kind: str) -> int:
         return self.kinds.setdefault(kind, len(self.kinds))
 
-    def places(self, devices: tuple[Device, ...]) -> list[int]:
-        found = self._places.get(devices)
-        if found is None:
+    def device_indices(self, devices: tuple[Device, ...]) -> list[int]:
+        indices = self._device_indices.get(devices)
+        if indices is None:
             names = [f"{node}/{index}" for node, index in devices]
-            found = [self.devices.setdefault(name, len(self.devices)) for name in names]
-            self._places[devices] = found
-        return found
+            indices = [self.devices.setdefault(name, len(self.devices)) for name in names]
+            self._device_indices[devices] = indices
+        return indices
 
     def _operation(self, item: _Operation) -> wire.OperationRow:
         ran = item.execution
@@ -351,8 +351,8 @@ class _Rows:
             self.ticks(ran.ready_s),
             self.ticks(ran.start_s),
             self.ticks(ran.end_s),
-            max(0, self.ticks(item.told_s) - self.ticks(ran.end_s)),
-            self.places(item.devices),
+            max(0, self.ticks(item.logged_s) - self.ticks(ran.end_s)),
+            self.device_indices(item.devices),
             ran.num_tokens,
             "" if ran.outcome is Outcome.COMPLETED else ran.outcome.value,
             ran.is_replay,
@@ -366,7 +366,7 @@ class _Rows:
             round(event.offload_s / TICK_S),
             round(event.load_s / TICK_S),
             round(item.hidden_s / TICK_S),
-            self.places(item.devices),
+            self.device_indices(item.devices),
             event.bytes_out,
             event.bytes_in,
             event.is_speculative,
@@ -383,15 +383,15 @@ def _job_row(
 ) -> wire.JobRow:
     deployments = [
         wire.DeploymentRow(
-            one.name,
-            one.pool,
-            one.node,
-            one.state,
-            one.incarnation,
-            one.moving,
-            _problem(one.error),
+            deployment.name,
+            deployment.pool,
+            deployment.node,
+            deployment.state,
+            deployment.incarnation,
+            deployment.moving,
+            _problem(deployment.error),
         )
-        for one in status.deployments
+        for deployment in status.deployments
     ]
     return wire.JobRow(
         str(job),
@@ -412,7 +412,9 @@ def _job_row(
 
 
 def _segments(segments: Sequence[Segment]) -> list[wire.SegmentRow]:
-    return [wire.SegmentRow(one.pool, one.offset_s, one.duration_s) for one in segments]
+    return [
+        wire.SegmentRow(segment.pool, segment.offset_s, segment.duration_s) for segment in segments
+    ]
 
 
 def _problem(error: ErrorInfo | None) -> wire.ProblemRow | None:
