@@ -273,7 +273,7 @@ def _operator(request: web.Request) -> Caller:
     caller = request.app[KEYS].of_request(request)
     if not caller.can_act:
         raise CallerError(
-            "this key only looks on",
+            "this key may read but not change anything",
             code=Code.PERMISSION_DENIED,
             remedy="use the operator's key, which `phaseloom up` prints",
         )
@@ -281,7 +281,7 @@ def _operator(request: web.Request) -> Caller:
         raise CallerError(
             f"the header {_ACTION_HEADER} is missing",
             field=_ACTION_HEADER,
-            remedy=f"send {_ACTION_HEADER}: 1 with what changes something",
+            remedy=f"send the header {_ACTION_HEADER}: 1 with calls that change something",
         )
     return caller
 
@@ -295,7 +295,7 @@ def _own_job(caller: Caller, text: str) -> JobKey:
     key = JobKey(check_name(tenant, "tenant"), check_name(job, "job"))
     if caller.tenant not in ("", tenant):
         raise CallerError(
-            f"{text} is another tenant's",
+            f"{text} belongs to another tenant",
             code=Code.PERMISSION_DENIED,
             remedy="use that tenant's key, or an operator's",
         )
@@ -336,8 +336,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Unauthorized:
         info = ErrorInfo(
             Code.PERMISSION_DENIED,
-            "there is no such key",
-            remedy="open the address that `phaseloom up` prints, with its key",
+            "the key is missing or unknown",
+            remedy="open the address that `phaseloom up` prints; it contains a key",
         )
         return _refused(401, info)
     except PhaseloomError as error:
@@ -348,5 +348,5 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     except nats.errors.Error as error:
         log.warning("%s %s: %r", request.method, request.path, error)
         return _refused(
-            503, ErrorInfo(Code.UNAVAILABLE, "the mesh gives no answer", remedy="try again")
+            503, ErrorInfo(Code.UNAVAILABLE, "the mesh does not answer", remedy="try again")
         )

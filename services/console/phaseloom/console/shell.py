@@ -86,7 +86,9 @@ class Shell:
             try:
                 handle(JobKey(tenant, job), change)
             except CallerError as error:
-                log.warning("%s of %s is of another version: %s", bucket, change.key, error)
+                log.warning(
+                    "ignored %s of %s, which has another version: %s", bucket, change.key, error
+                )
 
     def _status(self, job: JobKey, change: KeyChange) -> None:
         content = None if change.stored is None else decode(change.stored.payload, api.JobStatus)

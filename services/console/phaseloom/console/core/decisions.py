@@ -40,7 +40,7 @@ def decision_of(  # noqa: PLR0911, PLR0912 - one arm an event
         case events.JobFinished(job=job):
             return Decision(time_s, "gave up" if event.failed else "finished", "", str(job))
         case events.DrainRequested(job=job):
-            return Decision(time_s, "drained", "it takes no new operations", str(job))
+            return Decision(time_s, "drained", "it accepts no new operations", str(job))
         case events.DeploymentCreated(job=job, spec=spec):
             return Decision(time_s, f"{spec.name} added", f"on {spec.pool}", str(job))
         case events.DeploymentDeleted(deployment=key):
@@ -48,11 +48,11 @@ def decision_of(  # noqa: PLR0911, PLR0912 - one arm an event
         case events.SessionOpened(job=job):
             return Decision(time_s, "controller attached", f"session {event.session}", str(job))
         case events.SessionLost(job=job):
-            reason = "its heartbeat ended: no device is kept for it"
+            reason = "its heartbeats stopped; no device is held for it"
             return Decision(time_s, "controller lost", reason, str(job), is_trouble=True)
         case events.CancelRequested(key=key):
             return Decision(
-                time_s, f"cancel {key.deployment}.{key.slot}", "asked for", str(key.job_key)
+                time_s, f"cancel {key.deployment}.{key.slot}", "requested", str(key.job_key)
             )
         case events.WpgStarted(deployment=key):
             reason = f"incarnation {event.incarnation}, as of operation {event.applied}"
@@ -79,7 +79,7 @@ def decision_of(  # noqa: PLR0911, PLR0912 - one arm an event
             title = f"{event.kind} {operation.slot} {event.outcome}"
             return _trouble(time_s, operation.deployment_key, title, event.error)
         case events.PhaseTrace(job=job) if event.drift:
-            reason = f"{event.drift:+.0%} against before"
+            reason = f"{event.drift:+.0%} compared with before"
             return Decision(time_s, f"cycle is {event.period_s:.2f} s", reason, str(job))
         case _:
             return _of_mesh(time_s, event)
@@ -113,9 +113,9 @@ def _of_mesh(time_s: float, event: events.Event) -> Decision | None:
         case events.NodeLost():
             return Decision(time_s, f"node {event.node} lost", event.reason, is_trouble=True)
         case events.NodeDrainRequested():
-            title = "gone for good" if event.gone else "to be drained"
+            title = "permanently lost" if event.gone else "draining"
             title = "may be used again" if event.undo else title
-            return Decision(time_s, f"node {event.node} {title}", "an operator asked")
+            return Decision(time_s, f"node {event.node} {title}", "requested by an operator")
         case _:
             return None
 
