@@ -42,7 +42,7 @@ async def test_sdk_manages_checkpoints_and_nothing_is_left_of_those_it_deletes(
     assert "exists" in said["taken"]
     assert "without /" in said["slash"]
     assert "without /" in said["percent"]
-    assert "no time to live" in said["no_ttl"]
+    assert "ttl_seconds must be greater than 0" in said["no_ttl"]
     assert said["loaded"] == [True, True, True]
     assert said["expires"] == [True, True]
     assert said["kept"] is said["again"] is said["step"] is True

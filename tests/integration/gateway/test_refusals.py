@@ -161,9 +161,9 @@ async def test_tokens_that_are_none_are_refused_and_not_cut(served: Served) -> N
         model = (await post("retrieve_future", json=promise))["model_id"]
         long = [1] * 1000
         cases: list[tuple[list[int], list[Any], str, str]] = [
-            ([1, 2], [2**40 + 5, 3], "<i8", "no token ids"),
-            ([1, 2], [2.5, 3.0], "<f4", "no token ids"),
-            ([1, 2], [float("nan"), 3.0], "<f4", "no token ids"),
+            ([1, 2], [2**40 + 5, 3], "<i8", "must be token ids"),
+            ([1, 2], [2.5, 3.0], "<f4", "must be token ids"),
+            ([1, 2], [float("nan"), 3.0], "<f4", "must be token ids"),
             (long, long, "<i8", "longer than the model's context"),
         ]
         for seq, (tokens, targets, dtype, why) in enumerate(cases, start=1):

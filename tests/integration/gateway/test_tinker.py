@@ -142,7 +142,11 @@ async def test_nothing_of_a_tenant_is_another_tenants(served: Served) -> None:
         # A call that is refused keeps its number, or those behind it would wait for ever.
         calls: list[tuple[str, dict[str, Any], str]] = [
             ("save_weights", {"path": "/"}, "without /"),
-            ("optim_step", {"adam_params": {"lr": 1}}, "AdamW has no 'lr' (field adam_params)"),
+            (
+                "optim_step",
+                {"adam_params": {"lr": 1}},
+                "AdamW has no parameter 'lr' (field adam_params)",
+            ),
             ("optim_step", {}, "(field adam_params)"),
             ("load_weights", {"path": "tinker://a/weights/b"}, "there is no checkpoint"),
         ]

@@ -66,9 +66,9 @@ def test_losses_have_their_own_settings_and_no_others() -> None:
     wrongs: list[tuple[Any, str, str]] = [
         (asked("ppo", beta=0.1), "loss_fn_config", "ppo has no setting 'beta'"),
         (asked("cross_entropy", **bounds), "loss_fn_config", "cross_entropy has no setting"),
-        (asked("dro", beta="much"), "loss_fn_config", "beta is 'much'"),
-        (asked("kto"), "loss_fn", "no loss 'kto'"),
-        (asked("kto", forward_only=True), "loss_fn", "no loss 'kto'"),
+        (asked("dro", beta="much"), "loss_fn_config", "beta must be a number, got 'much'"),
+        (asked("kto"), "loss_fn", "unknown loss 'kto'"),
+        (asked("kto", forward_only=True), "loss_fn", "unknown loss 'kto'"),
     ]
     for request, field, why in wrongs:
         with pytest.raises(CallerError, match=why) as refused:

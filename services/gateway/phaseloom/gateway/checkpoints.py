@@ -103,7 +103,7 @@ async def download(request: web.Request) -> web.StreamResponse:
             "there is no such archive",
             code=Code.NOT_FOUND,
             field="tenant",
-            remedy="ask for the checkpoint's `archive`, and use the address as it is",
+            remedy="request the checkpoint's `archive` again and use the address that it returns",
         )
     content = await tenant.models.archive(record.source, record.name)
     headers = {"Content-Type": ARCHIVE_TYPE, "Content-Length": str(content.num_bytes)}
@@ -113,7 +113,7 @@ async def download(request: web.Request) -> web.StreamResponse:
         async for part in content:
             await answer.write(part)
     except PhaseloomError as error:
-        log.warning("an archive of %s ends early: %s", record.id, error)
+        log.warning("an archive of %s ended early: %s", record.id, error)
         answer.force_close()  # what was sent cannot be taken back: the caller sees no proper end
         if request.transport is not None:
             request.transport.abort()
@@ -142,7 +142,7 @@ async def clean_up_all(tenant: Tenant) -> None:
         try:
             await clean_up(tenant, record)
         except (PhaseloomError, nats.errors.Error) as error:
-            log.warning("the files of %s stay for now: %s", record.id, error)
+            log.warning("could not remove the files of %s yet: %s", record.id, error)
 
 
 def ttl_of(seconds: float | None) -> float:
@@ -152,9 +152,9 @@ def ttl_of(seconds: float | None) -> float:
     """
     if seconds is not None and not seconds > 0:
         raise CallerError(
-            f"{seconds} is no time to live",
+            f"ttl_seconds must be greater than 0, got {seconds}",
             field="ttl_seconds",
-            remedy="use seconds, or leave it out to keep the checkpoint",
+            remedy="use a positive number of seconds, or omit it to keep the checkpoint",
         )
     return seconds or 0.0
 

@@ -58,7 +58,7 @@ async def content_of(request: web.Request) -> bytes:
         return await request.read()
     except (ConnectionResetError, web.RequestPayloadError) as error:
         raise CallerError(
-            f"the body did not come whole: {error}", field="body", remedy="send it again"
+            f"the body arrived incomplete: {error}", field="body", remedy="send it again"
         ) from error
 
 
@@ -90,7 +90,9 @@ def page_of(request: web.Request, items: list[T]) -> tuple[list[T], dict[str, in
 def _number(request: web.Request, name: str, default: int) -> int:
     text = request.query.get(name, str(default))
     if not (text.isdecimal() and text.isascii() and len(text) < 10):
-        raise CallerError(f"{text!r} is no number", field=name, remedy="use 0 or more")
+        raise CallerError(
+            f"expected a number of 0 or more, got {text!r}", field=name, remedy="use 0 or more"
+        )
     return int(text)
 
 

@@ -86,7 +86,7 @@ class GatewayConfig(msgspec.Struct, frozen=True):
                 raise CallerError(
                     f"tenant {tenant!r} has no password",
                     field="gateway.passwords",
-                    remedy="give the password of each tenant that a key is of",
+                    remedy="give the password of every tenant that has a key",
                 )
 
 

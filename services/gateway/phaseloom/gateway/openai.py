@@ -184,7 +184,7 @@ class Call:
         room = self.source.context - len(tokens)
         if room < 1 or not tokens:
             raise CallerError(
-                f"a prompt of {len(tokens)} tokens cannot be continued",
+                f"a prompt must have 1 to {self.source.context - 1} tokens, got {len(tokens)}",
                 field="prompt",
                 remedy=f"use 1 to {self.source.context - 1}",
             )
@@ -234,9 +234,9 @@ def _served(given: _Fields, kind: type[msgspec.Struct], prefix: str) -> dict[str
             fields[name] = value
         elif msgspec.json.decode(value) not in _NOTHING_ASKED.get(name, ()):
             raise CallerError(
-                f"{field} is not served",
+                f"{field} is not supported",
                 field=field,
-                remedy="leave it out; docs/gateway.md lists what is served",
+                remedy="omit it; docs/gateway.md lists the supported arguments",
             )
     return fields
 
@@ -353,15 +353,15 @@ def _check_chat(asked: Chat) -> None:
     log-probabilities are answered."""
     if asked.tool_choice not in (None, "auto", "none"):
         raise CallerError(
-            "the model is not made to call a tool",
+            "a tool call cannot be forced",
             field="tool_choice",
-            remedy='use "auto", by which the model decides, or "none"',
+            remedy='use "auto" or "none"',
         )
     if asked.top_logprobs and not asked.logprobs:
         raise CallerError(
-            "the likeliest tokens are answered beside the tokens' own log-probabilities",
+            "top_logprobs needs logprobs",
             field="top_logprobs",
-            remedy="set logprobs, too, or leave it out",
+            remedy="set logprobs=true, or omit top_logprobs",
         )
 
 
@@ -403,7 +403,7 @@ def _prompts(prompt: object) -> list[str | list[int]]:
             found: Any = msgspec.convert(prompt, kind)
             return [found] if kind is kinds[0] else [*found]
     raise CallerError(
-        "a prompt is a text, a list of tokens, or a list of one of these",
+        "prompt must be a text, a list of tokens, or a list of one of these",
         field="prompt",
         remedy="give one of these",
     )

@@ -156,7 +156,7 @@ class Book:
             except nats.errors.Error as error:
                 if time.monotonic() > deadline:
                     raise
-                log.info("%s is not kept yet: %r", record.id, error)
+                log.info("could not store %s yet: %r", record.id, error)
                 await asyncio.sleep(_PAUSE_S)
             else:
                 self._remember(record)
@@ -198,7 +198,7 @@ class Book:
                 f"there is no {what} {id!r}",
                 code=Code.NOT_FOUND,
                 field=what,
-                remedy="names are of one tenant, and of what was made and not deleted",
+                remedy="check the name; another tenant's names and deleted ones do not exist here",
             )
         return found
 

@@ -78,12 +78,12 @@ class Seat:
         key = gateway_lease_key(self.name)
         while True:
             lease = await Lease.acquire(self._bus, key, self._address.encode(), _LEASE_TTL_S)
-            log.info("%s is served here, at %s", self.name, self._address)
+            log.info("serving %s at %s", self.name, self._address)
             tasks = [asyncio.create_task(self._serve(self)), asyncio.create_task(lease.keep())]
             try:
                 ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in ended:
-                    log.warning("%s is not served here any more: %r", self.name, task.exception())
+                    log.warning("stopped serving %s: %r", self.name, task.exception())
             finally:
                 self.tenant = None
                 await lifecycle.end(tasks)
@@ -97,7 +97,7 @@ class Seat:
         try:
             stored = await self._bus.keys.get(Bucket.LEASES, gateway_lease_key(self.name))
         except nats.errors.Error as error:
-            log.info("who serves %s cannot be read: %r", self.name, error)
+            log.info("could not read which replica serves %s: %r", self.name, error)
             return None
         address = None if stored is None else stored.payload.decode()
         return None if address == self._address else address
@@ -181,7 +181,7 @@ async def passed_on(
             return answer
         if time.monotonic() > deadline:
             raise ResourceError(
-                "no replica of the gateway serves this tenant now", remedy="try again"
+                "no replica of the gateway serves this tenant at the moment", remedy="try again"
             )
         await asyncio.sleep(_PAUSE_S)
     return web.Response(status=HUNG_UP)
@@ -202,7 +202,7 @@ async def _pass_on_while_served(
             if request.transport is None:
                 return web.Response(status=HUNG_UP)
             if not passing.done() and await seat.is_lost_by(address):
-                log.warning("%s has lost %s, and is not waited for", address, seat.name)
+                log.warning("%s no longer serves %s", address, seat.name)
                 return None
         return passing.result()
     finally:
@@ -228,7 +228,7 @@ async def _pass_on(request: web.Request, address: str) -> web.StreamResponse | N
                 headers={"Content-Type": answer.headers.get("Content-Type", "text/plain")},
             )
     except (aiohttp.ClientError, TimeoutError) as error:
-        log.info("%s gives no answer: %r", address, error)
+        log.info("%s does not answer: %r", address, error)
         return None
 
 
@@ -240,7 +240,7 @@ async def _stream_on(request: web.Request, answer: aiohttp.ClientResponse) -> we
         async for chunk in answer.content.iter_any():
             await stream.write(chunk)
     except (aiohttp.ClientError, asyncio.CancelledError) as error:
-        log.info("a stream ends early: %r", error)
+        log.info("a stream ended early: %r", error)
         stream.force_close()  # what was sent cannot be taken back: the caller sees no proper end
         if request.transport is not None:
             request.transport.abort()

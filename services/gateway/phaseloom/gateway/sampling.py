@@ -82,7 +82,7 @@ async def source_of(tenant: Tenant, name: str) -> Source:
 def check_samples(num_samples: int, field: str) -> None:
     if not 1 <= num_samples <= MAX_SAMPLES:
         raise CallerError(
-            f"{num_samples} samples are not drawn at once",
+            f"num_samples must be between 1 and {MAX_SAMPLES}, got {num_samples}",
             field=field,
             remedy=f"use 1 to {MAX_SAMPLES}",
         )

@@ -69,7 +69,7 @@ class Tenant:
                 f"there is no model {name!r}",
                 code=Code.NOT_FOUND,
                 field="model",
-                remedy=f"registered are: {known}; the operator adds one with `phaseloom model add`",
+                remedy=f"use one of: {known}; the operator adds one with `phaseloom model add`",
             )
         self.read[name] = (read_s, found)
         return found

@@ -33,10 +33,10 @@ class ModelTokenizer:
             self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         except Exception as error:  # the library's own errors are plain Exceptions
             raise CallerError(
-                f"the model {directory.name!r} has no tokenizer that can be read: {error}",
+                f"the tokenizer of model {directory.name!r} cannot be read: {error}",
                 code=Code.FAILED_PRECONDITION,
                 field="model",
-                remedy="give tokens, or register the model with its tokenizer.json",
+                remedy="send tokens, or register the model with its tokenizer.json",
             ) from error
         config = _json(directory / _CONFIG)
         given = config.get("chat_template") or []
@@ -85,7 +85,7 @@ class ModelTokenizer:
             template, variables = _compiled(self._templates[name])
             if tools and "tools" not in variables:
                 raise CallerError(
-                    "the model's chat template does not tell it of tools",
+                    "the model's chat template does not support tools",
                     code=Code.FAILED_PRECONDITION,
                     field="tools",
                     remedy="tell of them in a message, or register the model with a template that "
@@ -96,9 +96,9 @@ class ModelTokenizer:
             )
         except (TemplateError, TypeError) as error:
             raise CallerError(
-                f"the chat template refuses: {error}",
+                f"the chat template refused the messages: {error}",
                 field="messages",
-                remedy="give the roles and fields that the model's template knows",
+                remedy="use the roles and fields that the model's template expects",
             ) from error
         return self.encode(text)
 
@@ -128,9 +128,9 @@ def _told(message: dict[str, Any], field: str) -> dict[str, Any]:
         texts = [each for each in parts if isinstance(each, str)]
         if len(texts) < len(message["content"]):
             raise CallerError(
-                "only text can be given",
+                "only text is supported",
                 field=f"{field}.content",
-                remedy="leave out images, sound and files",
+                remedy="remove images, sound and files",
             )
         message["content"] = "\n".join(texts)
     if isinstance(message.get("tool_calls"), list):
@@ -147,9 +147,9 @@ def _call(call: Any, field: str) -> Any:
         arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError) as error:
         raise CallerError(
-            f"the arguments of a call are no JSON: {error}",
+            f"the arguments of a tool call are not JSON: {error}",
             field=field,
-            remedy="send them as the model gave them, or leave the call out",
+            remedy="send them as the model produced them, or remove the call",
         ) from error
     return {**call, "function": {**function, "arguments": arguments}}
 

@@ -54,9 +54,9 @@ def read_request(content: bytes) -> Any:
         request.ParseFromString(content)
     except DecodeError as error:
         raise CallerError(
-            f"the body is no ForwardBackwardRequest: {error}",
+            f"expected a ForwardBackwardRequest: {error}",
             field="body",
-            remedy="use an SDK from 0.25 on",
+            remedy="use version 0.25 or newer of the SDK",
         ) from error
     return request
 
@@ -81,7 +81,7 @@ def trained(request: Any, context: int) -> Forward | ForwardBackward:
         loss = Loss(request.loss_fn)
     except ValueError:
         raise CallerError(
-            f"there is no loss {request.loss_fn!r}",
+            f"unknown loss {request.loss_fn!r}",
             field="loss_fn",
             remedy=f"use one of {', '.join(Loss)}, or forward_backward_custom",
         ) from None
@@ -98,9 +98,10 @@ def _check_same_shape(batch: Sequence[Datum]) -> None:
     for index, datum in enumerate(batch):
         if datum.num_targets != batch[0].num_targets:
             raise CallerError(
-                f"{datum.num_targets} targets a position, and {batch[0].num_targets} in data[0]",
+                f"expected {batch[0].num_targets} targets per position as in data[0], "
+                f"got {datum.num_targets}",
                 field=f"data[{index}].loss_fn_inputs.target_tokens",
-                remedy="give all datums of a call as many columns, with weights of 0",
+                remedy="give all datums of a call equally many columns; pad with weights of 0",
             )
 
 
@@ -120,7 +121,9 @@ def _settings(request: Any, loss: Loss) -> dict[str, float]:
             )
         if name in values and values[name].WhichOneof("kind") == "text":
             raise CallerError(
-                f"{name} is {values[name].text!r}", field="loss_fn_config", remedy="use a number"
+                f"{name} must be a number, got {values[name].text!r}",
+                field="loss_fn_config",
+                remedy="use a number",
             )
         settings[known[name]] = value
     return settings
@@ -138,7 +141,7 @@ def _datum(request: Any, index: int) -> Datum:
         raise CallerError(
             "target_tokens are missing",
             field=f"{field}.loss_fn_inputs",
-            remedy="give the token that each position predicts",
+            remedy="give the token that each position should predict",
         )
     if request.forward_only:  # the loss is the gateway's sum, by these
         arrays = {name: array for name, array in arrays.items() if name == "weights"}
@@ -146,15 +149,15 @@ def _datum(request: Any, index: int) -> Datum:
         arrays.setdefault("weights", np.ones(targets.shape))
     if unknown := sorted(arrays.keys() - _ARRAYS):
         raise CallerError(
-            f"the losses do not use {unknown[0]!r}",
+            f"no loss has an input {unknown[0]!r}",
             field=f"{field}.loss_fn_inputs",
-            remedy=f"leave it out; losses use {', '.join(sorted(_ARRAYS))}",
+            remedy=f"omit it; losses use {', '.join(sorted(_ARRAYS))}",
         )
     for name, array in arrays.items():
         if array.shape != targets.shape:
             raise CallerError(
-                f"it has the shape {list(array.shape)} and not that of target_tokens, "
-                f"{list(targets.shape)}",
+                f"expected the shape of target_tokens, {list(targets.shape)}, "
+                f"got {list(array.shape)}",
                 field=f"{field}.loss_fn_inputs.{name}",
                 remedy="give one number for each target",
             )
@@ -162,9 +165,9 @@ def _datum(request: Any, index: int) -> Datum:
         ids = targets.astype("<i4")
     if (ids != targets).any():
         raise CallerError(
-            "the targets are no token ids",
+            "target_tokens must be token ids",
             field=f"{field}.loss_fn_inputs.target_tokens",
-            remedy="give whole numbers of the model's vocabulary",
+            remedy="give integers within the model's vocabulary",
         )
     num_targets = targets.shape[1] if targets.ndim > 1 else 1
     floats: dict[str, Any] = {n: array.astype("<f4").tobytes() for n, array in arrays.items()}
@@ -173,7 +176,7 @@ def _datum(request: Any, index: int) -> Datum:
 
 def _text(chunk: Any, field: str) -> bytes:
     if chunk.WhichOneof("kind") != "encoded_text":
-        raise CallerError("only text can be given", field=field, remedy="leave images out")
+        raise CallerError("only text is supported", field=field, remedy="remove images")
     content: bytes = chunk.encoded_text.tokens
     return content
 
@@ -182,12 +185,14 @@ def _array(tensor: Any, field: str) -> npt.NDArray[Any]:
     """The values of a tensor: (T,) for one target a position, or (T, K) for K of them."""
     if tensor.dtype not in wire.DTYPES:
         raise CallerError(
-            "only float32, int32 and int64 tensors can be given", field=field, remedy="convert it"
+            "only float32, int32 and int64 tensors are supported",
+            field=field,
+            remedy="convert the tensor",
         )
     shape = [*tensor.shape]
     if len(shape) > 2 or (len(shape) == 2 and not 0 < shape[1] <= MAX_TARGETS):
         raise CallerError(
-            f"a tensor of shape {shape} cannot be given",
+            f"a tensor of shape {shape} is not supported",
             field=field,
             remedy=f"give a number for each token, or for each of 1 to {MAX_TARGETS} targets of it",
         )
@@ -199,7 +204,7 @@ def _array(tensor: Any, field: str) -> npt.NDArray[Any]:
         return values.reshape(shape) if len(shape) == 2 else values
     except (ValueError, IndexError) as error:
         raise CallerError(
-            f"the tensor's bytes are no array: {error}",
+            f"the tensor's bytes do not match its dtype and shape: {error}",
             field=field,
             remedy="give as many bytes as the dtype and the shape say",
         ) from error
@@ -215,7 +220,7 @@ def _densified(sparse: Any, shape: Sequence[int], dtype: str) -> npt.NDArray[Any
     counts = np.diff(ends)
     is_sound = ends.size == rows + 1 and not ends[0] and ends[-1] == values.size == at.size
     if not is_sound or (counts < 0).any() or ((at < 0) | (at >= columns)).any():
-        raise ValueError("the indices of its rows and columns contradict one another")
+        raise ValueError("the indices of rows and columns contradict each other")
     if rows * columns > MAX_VALUES:
         raise ValueError(f"{rows} rows of {columns} are too many")
     dense = np.zeros((rows, columns), dtype)
@@ -318,15 +323,15 @@ def adam(params: Mapping[str, float | None] | None, other: Mapping[str, Any] | N
     """
     if params is None or other is not None:
         raise CallerError(
-            "the step has no parameters of AdamW",
+            "adam_params is missing",
             field="adam_params" if other is None else "optimizer_params",
-            remedy="give AdamParams: models are trained by AdamW",
+            remedy="pass AdamParams; models are trained with AdamW",
         )
     given = {name: value for name, value in params.items() if value is not None}
     known = AdamParams.__struct_fields__
     if unknown := sorted(given.keys() - set(known)):
         raise CallerError(
-            f"AdamW has no {unknown[0]!r}",
+            f"AdamW has no parameter {unknown[0]!r}",
             field="adam_params",
             remedy=f"use {', '.join(known)}",
         )
@@ -367,7 +372,7 @@ def sampling(params: SampleParams, prompt_tokens: int, context: int) -> Sampling
     room = context - prompt_tokens
     if room < 1:
         raise CallerError(
-            f"a prompt of {prompt_tokens} tokens leaves no room in {context}",
+            f"a prompt of {prompt_tokens} tokens leaves no room in a context of {context}",
             field="prompt",
             remedy="shorten it",
         )
@@ -390,11 +395,13 @@ def prompt_tokens(prompt: ModelInput) -> list[int]:
     for index, chunk in enumerate(prompt.chunks):
         if chunk.type != "encoded_text":
             raise CallerError(
-                "only text can be given",
+                "only text is supported",
                 field=f"prompt.chunks[{index}]",
-                remedy="leave images out",
+                remedy="remove images",
             )
         tokens += chunk.tokens
     if not tokens:
-        raise CallerError("the prompt is empty", field="prompt", remedy="give a token")
+        raise CallerError(
+            "the prompt must have at least one token", field="prompt", remedy="give a token"
+        )
     return tokens

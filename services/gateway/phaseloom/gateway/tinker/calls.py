@@ -139,9 +139,9 @@ def metadata_of(given: dict[str, Any] | None) -> dict[str, Any]:
     num_bytes = len(msgspec.json.encode(given)) if given else 0
     if num_bytes > _MAX_METADATA_BYTES:
         raise CallerError(
-            f"the metadata has {num_bytes} bytes",
+            f"metadata must have at most {_MAX_METADATA_BYTES} bytes, got {num_bytes}",
             field="user_metadata",
-            remedy=f"give at most {_MAX_METADATA_BYTES} bytes, and keep the rest elsewhere",
+            remedy="store large data elsewhere",
         )
     return given or {}
 

@@ -54,7 +54,7 @@ class LoraConfig(Loose, frozen=True):
             return None
         if self.rank < 0 or not (self.train_attn or self.train_mlp or self.train_unembed):
             raise CallerError(
-                f"nothing is trained by {self}",
+                f"this adapter would train nothing: {self}",
                 field="lora_config",
                 remedy="use a rank of 1 or more and some layers, or rank=0 to train all weights",
             )
@@ -78,9 +78,9 @@ class OptimizerConfig(Loose, frozen=True):
         """Raises: CallerError: it is another optimizer than AdamW."""
         if self.type != "adamw":
             raise CallerError(
-                f"there is no optimizer {self.type!r}",
+                f"unknown optimizer {self.type!r}",
                 field="optimizer_config",
-                remedy="leave it out: models are trained by AdamW",
+                remedy="omit it; models are trained with AdamW",
             )
 
 
@@ -119,9 +119,9 @@ class SaveWeights(Loose, frozen=True):
         """Raises: CallerError: the weights of a sampling client are not to stay as they are."""
         if self.kind != "snapshot":
             raise CallerError(
-                f"there are no sampling clients of kind {self.kind!r}",
+                f"sampling clients of kind {self.kind!r} are not supported",
                 field="kind",
-                remedy="use snapshot, and make a new sampling client for newer weights",
+                remedy='use kind="snapshot", and create a new sampling client for newer weights',
             )
 
 
@@ -145,15 +145,15 @@ class LoadWeights(Loose, frozen=True):
         """
         if self.weights_access_token is not None:
             raise CallerError(
-                "there are no access tokens here",
+                "weights_access_token is not supported",
                 field="weights_access_token",
-                remedy="leave it out: a checkpoint is loaded with its own tenant's key",
+                remedy="omit it; a checkpoint is loaded with its own tenant's key",
             )
         if self.base_model not in (None, base):
             raise CallerError(
-                f"the checkpoint is of {base!r} and not of {self.base_model!r}",
+                f"expected base_model {base!r}, as the checkpoint has, got {self.base_model!r}",
                 field="base_model",
-                remedy="leave it out: a checkpoint goes on with the base it was trained on",
+                remedy="omit base_model; a checkpoint keeps its own base",
             )
         (self.optimizer_config or OptimizerConfig()).check()
 
@@ -188,29 +188,29 @@ class Sample(Loose, frozen=True):
         for field in ("topk_prompt_logprobs", "topk_sample_logprobs"):
             if not 0 <= getattr(self, field) <= MAX_TOP_LOGPROBS:
                 raise CallerError(
-                    f"the {getattr(self, field)} likeliest tokens are not answered",
+                    f"{field} must be between 0 and {MAX_TOP_LOGPROBS}, got {getattr(self, field)}",
                     field=field,
-                    remedy=f"use 0 to {MAX_TOP_LOGPROBS}",
+                    remedy=f"request at most {MAX_TOP_LOGPROBS} tokens",
                 )
         last_n = self.prompt_logprobs_last_n
         if last_n is not None and last_n < 1:
             raise CallerError(
-                f"the last {last_n} tokens are none",
+                f"expected 1 or more tokens, got {last_n}",
                 field="prompt_logprobs_last_n",
-                remedy="use 1 or more, or leave it out for the whole prompt",
+                remedy="use 1 or more, or omit it for the whole prompt",
             )
         for field in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
             if getattr(self, field):
                 raise CallerError(
-                    f"{field} is not answered here",
+                    f"{field} is not supported",
                     field=field,
-                    remedy="leave it out; topk_prompt_logprobs has the likeliest tokens",
+                    remedy="omit it; topk_prompt_logprobs returns the likeliest tokens",
                 )
         if self.record_stability_info:
             raise CallerError(
-                "nothing is recorded of samples",
+                "record_stability_info is not supported",
                 field="record_stability_info",
-                remedy="leave it out: it is for the loss stable_reinforce, which there is not",
+                remedy="omit it; it belongs to the loss stable_reinforce, which is not supported",
             )
 
 

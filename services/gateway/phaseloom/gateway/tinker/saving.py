@@ -123,9 +123,9 @@ async def save_weights_external(request: web.Request) -> web.Response:
     tenant, asked = tenant_of(request), await body_of(request, SaveWeights)
     opened = await open_model(tenant, asked.model_id)
     error = CallerError(
-        "save_weights_external is not served",
+        "save_weights_external is not supported",
         field="type",
-        remedy="use save_weights_for_sampler, and download the checkpoint: it is as peft reads it",
+        remedy="use save_weights_for_sampler and download the checkpoint, which peft can read",
     )
     return await answer_with(_refused(opened, asked.seq_id, ops.SaveState(""), error))
 
@@ -219,7 +219,7 @@ def _path(record: ModelRecord, kind: str, name: str) -> str:
     is_told = name.isprintable() and len(name) <= _MAX_NAME_CHARS
     if name in ("", ".", "..") or set(name) & set("/%?#\\") or not is_told:
         raise CallerError(
-            f"{name[:_MAX_NAME_CHARS]!r} cannot be a checkpoint's name",
+            f"invalid checkpoint name {name[:_MAX_NAME_CHARS]!r}",
             field="path",
             remedy=f"use at most {_MAX_NAME_CHARS} characters, without / % ? # \\ and control "
             "characters",

@@ -127,7 +127,7 @@ async def end_silent_sessions(tenant: Tenant, silent_s: float) -> None:
                 try:
                     await _end_session(tenant, session)
                 except (PhaseloomError, nats.errors.Error) as error:
-                    log.warning("session %s is not ended yet: %s", session.id, error)
+                    log.warning("could not end session %s yet: %s", session.id, error)
         await clean_up_all(tenant)
         await asyncio.sleep(silent_s / 4)
 
@@ -161,7 +161,7 @@ async def list_runs(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
     if "project_id" in request.query:
         raise CallerError(
-            "there are no projects here", field="project_id", remedy="list all training runs"
+            "projects are not supported", field="project_id", remedy="list all training runs"
         )
     page, cursor = page_of(request, _newest(tenant.book.all(ModelRecord, tenant.name)))
     runs = [_run(tenant, model) for model in page]

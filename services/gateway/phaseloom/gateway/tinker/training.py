@@ -38,10 +38,10 @@ async def create_model(request: web.Request) -> web.Response:
     adapter = lora.adapter
     if adapter is not None and not tenant.models.has_adapters:
         raise CallerError(
-            "the backends of this gateway train all weights, and no adapters",
+            "the backends of this gateway cannot train adapters",
             code=Code.FAILED_PRECONDITION,
             field="lora_config.rank",
-            remedy="ask for rank=0, which trains all weights",
+            remedy="use rank=0, which trains all weights",
         )
     record = await new_model(
         tenant,
