@@ -43,25 +43,29 @@ async def list_of_run(request: web.Request) -> web.Response:
     model = tenant.book.get(ModelRecord, tenant.name, run)
     sizes = await tenant.models.sizes(model.job)
     saved = tenant.book.all(CheckpointRecord, tenant.name)
-    told = [told_checkpoint(each, sizes) for each in saved if each.model == run]
-    return web.json_response({"checkpoints": told})
+    rows = [
+        checkpoint_row(saved_checkpoint, sizes)
+        for saved_checkpoint in saved
+        if saved_checkpoint.model == run
+    ]
+    return web.json_response({"checkpoints": rows})
 
 
 @routes.get(PREFIX + "/checkpoints")
 async def list_of_user(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
     saved = tenant.book.all(CheckpointRecord, tenant.name)
-    newest = sorted(saved, key=lambda each: each.saved_s, reverse=True)
+    newest = sorted(saved, key=lambda saved_checkpoint: saved_checkpoint.saved_s, reverse=True)
     page, cursor = page_of(request, newest)
     sizes = await tenant.models.sizes()
-    told = [told_checkpoint(each, sizes) for each in page]
-    return web.json_response({"checkpoints": told, "cursor": cursor})
+    rows = [checkpoint_row(saved_checkpoint, sizes) for saved_checkpoint in page]
+    return web.json_response({"checkpoints": rows, "cursor": cursor})
 
 
 @routes.delete(_OF_RUN)
 async def delete(request: web.Request) -> web.Response:
     """Make a checkpoint count as expired from now on, and remove its files."""
-    tenant, record = _asked(request)
+    tenant, record = _named_checkpoint(request)
     expired = replace(record, expires_s=0.0)
     await tenant.book.put(expired)
     await clean_up(tenant, expired)
@@ -70,7 +74,7 @@ async def delete(request: web.Request) -> web.Response:
 
 @routes.put(_OF_RUN + "/ttl")
 async def set_ttl(request: web.Request) -> web.Response:
-    tenant, record = _asked(request)
+    tenant, record = _named_checkpoint(request)
     ttl_s = ttl_of((await body_of(request, SetTtl)).ttl_seconds)
     await tenant.models.expire(record.source, record.name, ttl_s)
     await tenant.book.put(replace(record, expires_s=time.time() + ttl_s if ttl_s else None))
@@ -80,7 +84,7 @@ async def set_ttl(request: web.Request) -> web.Response:
 @routes.get(_OF_RUN + "/archive")
 async def archive(request: web.Request) -> web.Response:
     """Answer with an address from which anybody can download a checkpoint, for a while."""
-    tenant, record = _asked(request)
+    tenant, record = _named_checkpoint(request)
     expires_s = int(time.time() + _SIGNED_S)
     path = f"{PREFIX}/archives/{tenant.name}/{record.id.removeprefix('tinker://')}"
     signature = request.app[REPLICA].signature(tenant.name, path, expires_s)
@@ -91,13 +95,13 @@ async def archive(request: web.Request) -> web.Response:
         path=path,
         query={"expires": str(expires_s), "signature": signature},
     )
-    return web.json_response({"url": str(url), "expires": told_time(expires_s)})
+    return web.json_response({"url": str(url), "expires": timestamp(expires_s)})
 
 
 @routes.get(PREFIX + "/archives/{tenant}/{run}/{checkpoint:.+}")
 async def download(request: web.Request) -> web.StreamResponse:
     """A checkpoint as a tar file with one directory."""
-    tenant, record = _asked(request)
+    tenant, record = _named_checkpoint(request)
     if request.match_info["tenant"] != tenant.name:
         raise CallerError(
             "there is no such archive",
@@ -159,29 +163,29 @@ def ttl_of(seconds: float | None) -> float:
     return seconds or 0.0
 
 
-def told_time(seconds: float) -> str:
+def timestamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def _asked(request: web.Request) -> tuple[Tenant, CheckpointRecord]:
+def _named_checkpoint(request: web.Request) -> tuple[Tenant, CheckpointRecord]:
     """The tenant, and the checkpoint that the address of a request names.
 
     Raises: CallerError: NOT_FOUND: the tenant has no such checkpoint.
     """
-    tenant, what = tenant_of(request), request.match_info
-    path = f"tinker://{what['run']}/{what['checkpoint']}"
+    tenant, match = tenant_of(request), request.match_info
+    path = f"tinker://{match['run']}/{match['checkpoint']}"
     return tenant, tenant.book.get(CheckpointRecord, tenant.name, path)
 
 
-def told_checkpoint(saved: CheckpointRecord, sizes: dict[tuple[str, str], int]) -> dict[str, Any]:
+def checkpoint_row(saved: CheckpointRecord, sizes: dict[tuple[str, str], int]) -> dict[str, Any]:
     kind = "sampler" if "/sampler_weights/" in saved.id else "training"
     return {
         "checkpoint_id": "/".join(saved.id.split("/")[3:]),
         "checkpoint_type": kind,
-        "time": told_time(saved.saved_s),
+        "time": timestamp(saved.saved_s),
         "tinker_path": saved.id,
         "size_bytes": sizes.get((saved.source, saved.name)),
         "public": False,
         "user_metadata": saved.metadata or None,
-        "expires_at": None if saved.expires_s is None else told_time(saved.expires_s),
+        "expires_at": None if saved.expires_s is None else timestamp(saved.expires_s),
     }

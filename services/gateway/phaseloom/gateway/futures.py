@@ -91,18 +91,22 @@ class Promise:
         if self.handle is None:
             return PAUSED, "waits for a place on the mesh"
         try:
-            told = await self.handle.explain()
+            explanation = await self.handle.explain()
         except PhaseloomError as error:
             return PAUSED, str(error)
-        return ACTIVE if told.state == _PERMITTED else PAUSED, reason(told)
+        return ACTIVE if explanation.state == _PERMITTED else PAUSED, reason(explanation)
 
 
-def reason(told: Explanation) -> str:
+def reason(explanation: Explanation) -> str:
     """An explanation as one sentence, with the predicted start."""
-    waits = [f"waits for {each}" for each in told.waits_for]
-    place = f"place {told.place} on its device" if told.place else ""
-    start = f"starts in about {told.predicted_start_s:.1f} s" if told.predicted_start_s >= 0 else ""
-    return "; ".join(filter(None, (told.state, *waits, place, start, told.why)))
+    waits = [f"waits for {cause}" for cause in explanation.waits_for]
+    place = f"place {explanation.place} on its device" if explanation.place else ""
+    start = (
+        f"starts in about {explanation.predicted_start_s:.1f} s"
+        if explanation.predicted_start_s >= 0
+        else ""
+    )
+    return "; ".join(filter(None, (explanation.state, *waits, place, start, explanation.why)))
 
 
 class Futures:
@@ -114,8 +118,8 @@ class Futures:
 
     def find(self, name: str) -> Promise | None:
         """The promise of this name; None: there is none, or it is lost."""
-        found = self._promises.get(name)
-        return None if found is None or found.is_lost else found
+        promise = self._promises.get(name)
+        return None if promise is None or promise.is_lost else promise
 
     def promise(
         self,
@@ -127,13 +131,13 @@ class Futures:
 
         Args: work: makes the answer. handle: the operation that the answer comes from.
         """
-        found = self.find(name)
-        if found is None:
-            found = self._promises[name] = Promise(asyncio.create_task(_answer(work)), handle)
+        promise = self.find(name)
+        if promise is None:
+            promise = self._promises[name] = Promise(asyncio.create_task(_answer(work)), handle)
             for old in [*self._promises][: max(len(self._promises) - _MAX_KEPT, 0)]:
                 if self._promises[old].task.done():
                     del self._promises[old]
-        return found
+        return promise
 
 
 async def _answer(work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer | Lost:

@@ -73,8 +73,8 @@ def decoded(content: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        what, _, where = str(error).partition(" - at `$")
-        raise CallerError(what, field=where.strip("`.")) from error
+        message, _, location = str(error).partition(" - at `$")
+        raise CallerError(message, field=location.strip("`.")) from error
 
 
 def page_of(request: web.Request, items: list[T]) -> tuple[list[T], dict[str, int]]:

@@ -115,8 +115,8 @@ async def serve(stop: asyncio.Event) -> None:
                 seat.tenant = Tenant(seat.name, models, Futures(), book, bus)
                 await end_silent_sessions(seat.tenant, settings.session_s)
 
-        with socket.create_server((settings.host, 0)) as own:
-            address = f"http://{settings.reached_at}:{own.getsockname()[1]}"
+        with socket.create_server((settings.host, 0)) as listener:
+            address = f"http://{settings.reached_at}:{listener.getsockname()[1]}"
             tenants = sorted(set(settings.keys.values()))
             seats = [Seat(name, bus, address, serve_tenant) for name in tenants]
             app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[answered, passed_on])
@@ -125,7 +125,7 @@ async def serve(stop: asyncio.Event) -> None:
             app.add_routes(openai.routes)
             app[REPLICA] = Replica(settings.keys, seats)
             async with peers() as app[PEERS]:
-                await _listen(app, settings, own, seats, stop)
+                await _listen(app, settings, listener, seats, stop)
 
 
 async def _check_passwords(settings: GatewayConfig, url: str) -> None:
@@ -157,7 +157,7 @@ async def _check_passwords(settings: GatewayConfig, url: str) -> None:
 async def _listen(
     app: web.Application,
     settings: GatewayConfig,
-    own: socket.socket,
+    listener: socket.socket,
     seats: list[Seat],
     stop: asyncio.Event,
 ) -> None:
@@ -169,7 +169,7 @@ async def _listen(
     await runner.setup()
     keeping = [asyncio.create_task(seat.keep()) for seat in seats]
     try:
-        await web.SockSite(runner, own).start()
+        await web.SockSite(runner, listener).start()
         await web.TCPSite(
             runner, settings.host, settings.port, reuse_port=settings.shares_port or None
         ).start()

@@ -99,15 +99,15 @@ class Backends:
 def context_of(base: RegisteredModel) -> int:
     """The most tokens of a sequence, from a model's configuration. GPT-2 and its kin have another
     field."""
-    found = base.config.get("max_position_embeddings") or base.config.get("n_positions")
-    if not isinstance(found, int):
+    context = base.config.get("max_position_embeddings") or base.config.get("n_positions")
+    if not isinstance(context, int):
         raise CallerError(
             f"the config of {base.name!r} does not say how long a sequence may be",
             code=Code.FAILED_PRECONDITION,
             field="model",
             remedy="register it with max_position_embeddings",
         )
-    return found
+    return context
 
 
 @dataclass(frozen=True)
@@ -242,13 +242,13 @@ class Models:
             if adapter is None:
                 specs.append(self._backends.sampler(model))
             try:
-                made = await self._submitted(job, specs)
+                model_job = await self._submitted(job, specs)
             except CallerError as error:
                 if error.info.code is not Code.ALREADY_EXISTS:
                     raise
                 # An earlier gateway has begun to make it.
-                made = await self._mesh.attach(job, numbered=[POLICY])
-            return TrainedModel(made, adapter)
+                model_job = await self._mesh.attach(job, numbered=[POLICY])
+            return TrainedModel(model_job, adapter)
 
         return await _once(self._trained, job, make)
 
@@ -315,8 +315,8 @@ class Models:
             job = f"{name}-{number}"
             try:
                 return await self._submitted(job, specs)
-            except CallerError as made:
-                if made.info.code is not Code.ALREADY_EXISTS:
+            except CallerError as error:
+                if error.info.code is not Code.ALREADY_EXISTS:
                     raise
             try:
                 return await self._mesh.attach(job)
@@ -395,9 +395,9 @@ async def _once(
 
     It is called again after a failure, and once the session of the result's job is over.
     """
-    made = tasks.get(key)
-    is_gone = made is None or (
-        made.done() and (made.exception() is not None or made.result().job.is_closed)
+    job_task = tasks.get(key)
+    is_gone = job_task is None or (
+        job_task.done() and (job_task.exception() is not None or job_task.result().job.is_closed)
     )
     if is_gone:
         tasks[key] = asyncio.create_task(make())

@@ -157,7 +157,7 @@ class Call:
 
     tenant: Tenant
     source: Source
-    asked: _Asked
+    body: _Asked
 
     @property
     def tokenizer(self) -> ModelTokenizer:
@@ -165,13 +165,13 @@ class Call:
 
     def spell(self, token: int) -> str:
         """The text of a token beside its log-probability."""
-        if self.asked.return_tokens_as_token_ids:
+        if self.body.return_tokens_as_token_ids:
             return f"token_id:{token}"
         return self.tokenizer.token(token)
 
     def text(self) -> TextParts:
         """A new `TextParts`, for the text of one sample."""
-        return TextParts(self.tokenizer.decode, _stops(self.asked))
+        return TextParts(self.tokenizer.decode, _stops(self.body))
 
     async def submit(self, tokens: list[int], limit: int, top: int) -> GenerateHandle:
         """Submit a `generate` that continues a prompt.
@@ -180,7 +180,7 @@ class Call:
                 log-probabilities are answered.
         Raises: CallerError: the prompt leaves no room.
         """
-        check_samples(self.asked.n, "n")
+        check_samples(self.body.n, "n")
         room = self.source.context - len(tokens)
         if room < 1 or not tokens:
             raise CallerError(
@@ -188,10 +188,10 @@ class Call:
                 field="prompt",
                 remedy=f"use 1 to {self.source.context - 1}",
             )
-        sampling = _sampling(self.asked, min(limit, room), top)
-        seed = random.getrandbits(62) if self.asked.seed is None else self.asked.seed
+        sampling = _sampling(self.body, min(limit, room), top)
+        seed = random.getrandbits(62) if self.body.seed is None else self.body.seed
         prompt = Prompt(tokens, seed=seed)
-        draw = Draw(prompt, sampling, self.asked.n, stream=self.asked.stream)
+        draw = Draw(prompt, sampling, self.body.n, stream=self.body.stream)
         return await self.source.generate(self.tenant, draw)
 
 
@@ -213,18 +213,18 @@ class Form:
 async def _read(request: web.Request, kind: type[_T]) -> _T:
     """The body of a request. Raises: CallerError: it is not valid, or asks for something that is
     not served; names the field."""
-    given = await body_of(request, _Fields)
-    return decoded(msgspec.json.encode(_served(given, kind, "")), kind)
+    fields = await body_of(request, _Fields)
+    return decoded(msgspec.json.encode(_served(fields, kind, "")), kind)
 
 
-def _served(given: _Fields, kind: type[msgspec.Struct], prefix: str) -> dict[str, Any]:
+def _served(given_fields: _Fields, kind: type[msgspec.Struct], prefix: str) -> dict[str, Any]:
     """The fields of an object that are served and are not null.
 
     Args:   kind: the type of the object. prefix: of the names of its fields in errors.
     Raises: CallerError: a field is not served, and its value asks for something.
     """
     fields: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in given_fields.items():
         field = prefix + name
         if bytes(value) == b"null" or name in _WITHOUT_EFFECT:
             continue
@@ -241,27 +241,27 @@ def _served(given: _Fields, kind: type[msgspec.Struct], prefix: str) -> dict[str
     return fields
 
 
-def _stops(asked: _Asked) -> list[str]:
-    return [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+def _stops(body: _Asked) -> list[str]:
+    return [body.stop] if isinstance(body.stop, str) else body.stop or []
 
 
-def _sampling(asked: _Asked, max_tokens: int, top: int) -> SamplingParams:
-    given: dict[str, Any] = {
-        "temperature": asked.temperature,
-        "top_p": asked.top_p,
-        "top_k": 0 if asked.top_k == -1 else asked.top_k,
-        "min_p": asked.min_p,
-        "presence_penalty": asked.presence_penalty,
-        "frequency_penalty": asked.frequency_penalty,
-        "repetition_penalty": asked.repetition_penalty,
+def _sampling(body: _Asked, max_tokens: int, top: int) -> SamplingParams:
+    optional_values: dict[str, Any] = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": 0 if body.top_k == -1 else body.top_k,
+        "min_p": body.min_p,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "repetition_penalty": body.repetition_penalty,
     }
     return SamplingParams(
         max_tokens,
-        stop_token_ids=asked.stop_token_ids or [],
-        stop_strings=_stops(asked),
-        ignore_eos=asked.ignore_eos,
+        stop_token_ids=body.stop_token_ids or [],
+        stop_strings=_stops(body),
+        ignore_eos=body.ignore_eos,
         top_logprobs=top,
-        **{name: value for name, value in given.items() if value is not None},
+        **{name: value for name, value in optional_values.items() if value is not None},
     )
 
 
@@ -270,7 +270,7 @@ async def models(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
     saved = tenant.book.all(CheckpointRecord, tenant.name)
     names = [base.name for base in await tenant.bases()]
-    names += [each.id for each in saved if "/sampler_weights/" in each.id]
+    names += [checkpoint.id for checkpoint in saved if "/sampler_weights/" in checkpoint.id]
     return web.json_response({"object": "list", "data": [*map(_model, names)]})
 
 
@@ -287,13 +287,13 @@ def _model(name: str) -> dict[str, Any]:
 
 @routes.post(PREFIX + "/completions")
 async def completions(request: web.Request) -> web.StreamResponse:
-    tenant, asked = tenant_of(request), await _read(request, Complete)
-    call = Call(tenant, await source_of(tenant, asked.model), asked)
+    tenant, body = tenant_of(request), await _read(request, Complete)
+    call = Call(tenant, await source_of(tenant, body.model), body)
     prompts = [
-        call.tokenizer.encode(prompt, special=asked.add_special_tokens)
+        call.tokenizer.encode(prompt, special=body.add_special_tokens)
         if isinstance(prompt, str)
         else prompt
-        for prompt in _prompts(asked.prompt)
+        for prompt in _prompts(body.prompt)
     ]
 
     def choice(index: int, piece: Piece, text: str) -> dict[str, Any]:
@@ -301,29 +301,29 @@ async def completions(request: web.Request) -> web.StreamResponse:
             "index": index,
             "text": text,
             "finish_reason": piece.stop_reason or None,
-            "logprobs": None if asked.logprobs is None else _logprobs(call, piece),
+            "logprobs": None if body.logprobs is None else _logprobs(call, piece),
         }
-        if asked.return_token_ids:
+        if body.return_token_ids:
             written["token_ids"] = piece.tokens
             if not piece.offset:
                 written["prompt_token_ids"] = prompts[piece.prompt]
         return written
 
-    form = Form(_envelope("cmpl", "text_completion", asked.model), choice, "text_completion")
-    limit = _DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
-    return await _answer(request, call, form, prompts, limit=limit, top=asked.logprobs or 0)
+    form = Form(_envelope("cmpl", "text_completion", body.model), choice, "text_completion")
+    limit = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    return await _answer(request, call, form, prompts, limit=limit, top=body.logprobs or 0)
 
 
 @routes.post(PREFIX + "/chat/completions")
 async def chat(request: web.Request) -> web.StreamResponse:
-    tenant, asked = tenant_of(request), await _read(request, Chat)
-    _check_chat(asked)
-    call = Call(tenant, await source_of(tenant, asked.model), asked)
-    values = {**(asked.chat_template_kwargs or {})}
-    if asked.tools and asked.tool_choice != "none":
-        values["tools"] = asked.tools
-    tokens = call.tokenizer.chat(asked.messages, values)
-    message = "delta" if asked.stream else "message"
+    tenant, body = tenant_of(request), await _read(request, Chat)
+    _check_chat(body)
+    call = Call(tenant, await source_of(tenant, body.model), body)
+    values = {**(body.chat_template_kwargs or {})}
+    if body.tools and body.tool_choice != "none":
+        values["tools"] = body.tools
+    tokens = call.tokenizer.chat(body.messages, values)
+    message = "delta" if body.stream else "message"
 
     def choice(index: int, piece: Piece, text: str) -> dict[str, Any]:
         role = {} if piece.offset else {"role": "assistant"}
@@ -331,33 +331,33 @@ async def chat(request: web.Request) -> web.StreamResponse:
             "index": index,
             message: {**role, "content": text},
             "finish_reason": piece.stop_reason or None,
-            "logprobs": {"content": _chat_logprobs(call, piece)} if asked.logprobs else None,
+            "logprobs": {"content": _chat_logprobs(call, piece)} if body.logprobs else None,
         }
-        if asked.return_token_ids:
+        if body.return_token_ids:
             written["token_ids"] = piece.tokens
         return written
 
     form = Form(
-        _envelope("chatcmpl", "chat.completion", asked.model),
+        _envelope("chatcmpl", "chat.completion", body.model),
         choice,
         "chat.completion.chunk",
-        {"prompt_token_ids": tokens} if asked.return_token_ids else {},
+        {"prompt_token_ids": tokens} if body.return_token_ids else {},
     )
-    limits = (asked.max_completion_tokens, asked.max_tokens, call.source.context)
-    limit = next(each for each in limits if each is not None)
-    return await _answer(request, call, form, [tokens], limit=limit, top=asked.top_logprobs or 0)
+    limits = (body.max_completion_tokens, body.max_tokens, call.source.context)
+    limit = next(bound for bound in limits if bound is not None)
+    return await _answer(request, call, form, [tokens], limit=limit, top=body.top_logprobs or 0)
 
 
-def _check_chat(asked: Chat) -> None:
+def _check_chat(body: Chat) -> None:
     """Raises: CallerError: the request asks for a call of a tool, or for likeliest tokens where no
     log-probabilities are answered."""
-    if asked.tool_choice not in (None, "auto", "none"):
+    if body.tool_choice not in (None, "auto", "none"):
         raise CallerError(
             "a tool call cannot be forced",
             field="tool_choice",
             remedy='use "auto" or "none"',
         )
-    if asked.top_logprobs and not asked.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise CallerError(
             "top_logprobs needs logprobs",
             field="top_logprobs",
@@ -368,14 +368,14 @@ def _check_chat(asked: Chat) -> None:
 @routes.post("/inference/v1/generate")
 async def tokens(request: web.Request) -> web.StreamResponse:
     """Sample from tokens, and answer tokens, in the form of vLLM that agent frameworks use."""
-    tenant, asked = tenant_of(request), await _read(request, Tokens)
+    tenant, body = tenant_of(request), await _read(request, Tokens)
     params = msgspec.structs.replace(
-        asked.sampling_params,
-        stream=asked.stream,
-        stream_options=asked.stream_options,
+        body.sampling_params,
+        stream=body.stream,
+        stream_options=body.stream_options,
         return_tokens_as_token_ids=True,
     )
-    call = Call(tenant, await source_of(tenant, asked.model), params)
+    call = Call(tenant, await source_of(tenant, body.model), params)
 
     def choice(index: int, piece: Piece, text: str) -> dict[str, Any]:
         return {
@@ -385,10 +385,10 @@ async def tokens(request: web.Request) -> web.StreamResponse:
             "logprobs": {"content": _chat_logprobs(call, piece)},
         }
 
-    form = Form({"request_id": asked.request_id or uuid.uuid4().hex}, choice, has_text=False)
+    form = Form({"request_id": body.request_id or uuid.uuid4().hex}, choice, has_text=False)
     limit = _DEFAULT_TOKENS if params.max_tokens is None else params.max_tokens
     return await _answer(
-        request, call, form, [asked.token_ids], limit=limit, top=params.logprobs or 0
+        request, call, form, [body.token_ids], limit=limit, top=params.logprobs or 0
     )
 
 
@@ -400,8 +400,8 @@ def _prompts(prompt: object) -> list[str | list[int]]:
     kinds: tuple[Any, ...] = (str | list[int], list[str], list[list[int]])
     for kind in kinds:
         with suppress(msgspec.ValidationError):
-            found: Any = msgspec.convert(prompt, kind)
-            return [found] if kind is kinds[0] else [*found]
+            prompts: Any = msgspec.convert(prompt, kind)
+            return [prompts] if kind is kinds[0] else [*prompts]
     raise CallerError(
         "prompt must be a text, a list of tokens, or a list of one of these",
         field="prompt",
@@ -435,7 +435,7 @@ def _chat_logprobs(call: Call, piece: Piece) -> list[dict[str, Any]]:
             "logprob": value,
             "bytes": None,
             "top_logprobs": [
-                {"token": other, "logprob": its, "bytes": None} for other, its in tops.items()
+                {"token": name, "logprob": its, "bytes": None} for name, its in tops.items()
             ],
         }
         for (token, value), tops in zip(both, _tops(call, piece), strict=True)
@@ -472,10 +472,12 @@ async def _answer(
         return handle
 
     async def work() -> web.StreamResponse:
-        own = await asyncio.gather(*map(submitted, prompts))
+        answer_handles = await asyncio.gather(*map(submitted, prompts))
         answer = _Answer(request, call, prompts, form)
         try:
-            return await (answer.stream(own) if call.asked.stream else answer.whole(own))
+            return await (
+                answer.stream(answer_handles) if call.body.stream else answer.whole(answer_handles)
+            )
         except ConnectionResetError:
             return web.Response(status=HUNG_UP)
 
@@ -510,7 +512,7 @@ class _Answer:
         self._first = asyncio.Lock()
 
     async def whole(self, handles: list[GenerateHandle]) -> web.StreamResponse:
-        results = await asyncio.gather(*(outcome_of(each) for each in handles))
+        results = await asyncio.gather(*(outcome_of(handle) for handle in handles))
         choices = [
             self._choice(prompt, _whole(prompt, sample, sequence))
             for prompt, result in enumerate(results)
@@ -528,23 +530,25 @@ class _Answer:
         An error before the first piece is answered as an error; after that it is an event of the
         stream.
         """
-        options = self._call.asked.stream_options or StreamOptions()
-        telling = [asyncio.create_task(self._tell(i, each)) for i, each in enumerate(handles)]
+        options = self._call.body.stream_options or StreamOptions()
+        writers = [
+            asyncio.create_task(self._write_pieces(i, handle)) for i, handle in enumerate(handles)
+        ]
         try:
-            await asyncio.gather(*telling)
+            await asyncio.gather(*writers)
             if options.include_usage:
                 await self._write({"choices": [], "usage": self._usage()})
         except PhaseloomError as error:
             if not self._events.prepared:
                 raise
-            told = (status_of(error), str(error), error.info.field or "")
-            await self._write(error_body(self._request.path, *told))
+            error_fields = (status_of(error), str(error), error.info.field or "")
+            await self._write(error_body(self._request.path, *error_fields))
         finally:
-            await lifecycle.end(telling)
+            await lifecycle.end(writers)
         await self._events.write(b"data: [DONE]\n\n")
         return self._events
 
-    async def _tell(self, prompt: int, handle: GenerateHandle) -> None:
+    async def _write_pieces(self, prompt: int, handle: GenerateHandle) -> None:
         async for piece in handle.stream():
             choice = self._choice(prompt, msgspec.structs.replace(piece, prompt=prompt))
             await self._write({"choices": [choice]})
@@ -561,7 +565,7 @@ class _Answer:
 
     def _choice(self, prompt: int, piece: Piece) -> dict[str, Any]:
         self._num_drawn += len(piece.tokens)
-        index = prompt * self._call.asked.n + piece.sample
+        index = prompt * self._call.body.n + piece.sample
         text = ""
         if self._form.has_text:
             parts = self._texts.setdefault(index, self._call.text())
@@ -569,11 +573,11 @@ class _Answer:
         return self._form.choice(index, piece, text)
 
     def _usage(self) -> dict[str, int]:
-        asked = sum(map(len, self._prompts))
+        prompt_tokens = sum(map(len, self._prompts))
         return {
-            "prompt_tokens": asked,
+            "prompt_tokens": prompt_tokens,
             "completion_tokens": self._num_drawn,
-            "total_tokens": asked + self._num_drawn,
+            "total_tokens": prompt_tokens + self._num_drawn,
         }
 
 

@@ -163,14 +163,16 @@ class Book:
                 return
 
     async def _swap(self, key: str, value: bytes) -> None:
-        known = self._sequences.get(key, 0)
+        sequence = self._sequences.get(key, 0)
         try:
-            self._sequences[key] = await self._bus.keys.swap(Bucket.GATEWAY, key, value, known)
+            self._sequences[key] = await self._bus.keys.swap(Bucket.GATEWAY, key, value, sequence)
         except Conflict:
             stored = await self._bus.keys.get_raw(Bucket.GATEWAY, key)
             if stored is not None and stored.is_gone:
-                known = stored.sequence
-                self._sequences[key] = await self._bus.keys.swap(Bucket.GATEWAY, key, value, known)
+                sequence = stored.sequence
+                self._sequences[key] = await self._bus.keys.swap(
+                    Bucket.GATEWAY, key, value, sequence
+                )
             elif stored is not None and stored.payload == value:  # an answer was lost
                 self._sequences[key] = stored.sequence
             else:
@@ -178,29 +180,29 @@ class Book:
 
     async def drop(self, record: Record) -> None:
         key = _key(record)
-        known = self._sequences.get(key)
-        if known is not None:
+        sequence = self._sequences.get(key)
+        if sequence is not None:
             with suppress(Conflict):  # an answer was lost, or another gateway serves the tenant
-                await self._bus.keys.delete(Bucket.GATEWAY, key, known)
+                await self._bus.keys.delete(Bucket.GATEWAY, key, sequence)
             del self._sequences[key]
         self._records.pop((type(record), record.tenant, record.id), None)
 
     def find(self, kind: type[R], tenant: str, id: str) -> R | None:
-        found: R | None = self._records.get((kind, tenant, id))  # type: ignore[assignment]
-        return None if _has_expired(found) else found
+        record: R | None = self._records.get((kind, tenant, id))  # type: ignore[assignment]
+        return None if _has_expired(record) else record
 
     def get(self, kind: type[R], tenant: str, id: str) -> R:
         """The record of this kind and name. Raises: CallerError: NOT_FOUND: the tenant has none."""
-        found = self.find(kind, tenant, id)
-        if found is None:
-            what = kind.__name__.removesuffix("Record").lower()
+        record = self.find(kind, tenant, id)
+        if record is None:
+            noun = kind.__name__.removesuffix("Record").lower()
             raise CallerError(
-                f"there is no {what} {id!r}",
+                f"there is no {noun} {id!r}",
                 code=Code.NOT_FOUND,
-                field=what,
+                field=noun,
                 remedy="check the name; another tenant's names and deleted ones do not exist here",
             )
-        return found
+        return record
 
     def all(self, kind: type[R], tenant: str) -> list[R]:
         return [

@@ -136,9 +136,9 @@ class Replica:
         is_number = expires.isdecimal() and expires.isascii() and len(expires) < _MAX_DIGITS
         if tenant not in self._keys.values() or not is_number or request.method != "GET":
             return ""
-        due = self.signature(tenant, request.path, int(expires))
-        is_due = hmac.compare_digest(due.encode(), signature.encode())
-        return tenant if is_due and time.time() <= int(expires) else ""
+        expected = self.signature(tenant, request.path, int(expires))
+        is_signed = hmac.compare_digest(expected.encode(), signature.encode())
+        return tenant if is_signed and time.time() <= int(expires) else ""
 
 
 REPLICA: web.AppKey[Replica] = web.AppKey("replica", Replica)
@@ -233,8 +233,8 @@ async def _pass_on(request: web.Request, address: str) -> web.StreamResponse | N
 
 
 async def _stream_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-    told = {name: answer.headers[name] for name in _PASSED_BACK if name in answer.headers}
-    stream = web.StreamResponse(headers=told)
+    passed_headers = {name: answer.headers[name] for name in _PASSED_BACK if name in answer.headers}
+    stream = web.StreamResponse(headers=passed_headers)
     await stream.prepare(request)
     try:
         async for chunk in answer.content.iter_any():

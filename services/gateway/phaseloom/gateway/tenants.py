@@ -51,8 +51,8 @@ class Tenant:
     async def bases(self) -> list[RegisteredModel]:
         """The registered models, which can be trained and sampled."""
         names = sorted(await self.bus.keys.names(Bucket.MODELS))
-        found = [await self._registered(name) for name in names]
-        return [model for model in found if model is not None]
+        models = [await self._registered(name) for name in names]
+        return [model for model in models if model is not None]
 
     async def base(self, name: str) -> RegisteredModel:
         """The registered model of this name, as it was at most `_FRESH_S` ago. Each sample asks for
@@ -60,19 +60,19 @@ class Tenant:
 
         Raises: CallerError: NOT_FOUND: no registered model has the name.
         """
-        read_s, found = self.read.get(name, (0.0, None))
-        if found is None or time.monotonic() - read_s > _FRESH_S:
-            read_s, found = time.monotonic(), await self._registered(name)
-        if found is None:
-            known = ", ".join(model.name for model in await self.bases()) or "none"
+        read_s, registered = self.read.get(name, (0.0, None))
+        if registered is None or time.monotonic() - read_s > _FRESH_S:
+            read_s, registered = time.monotonic(), await self._registered(name)
+        if registered is None:
+            names = ", ".join(model.name for model in await self.bases()) or "none"
             raise CallerError(
                 f"there is no model {name!r}",
                 code=Code.NOT_FOUND,
                 field="model",
-                remedy=f"use one of: {known}; the operator adds one with `phaseloom model add`",
+                remedy=f"use one of: {names}; the operator adds one with `phaseloom model add`",
             )
-        self.read[name] = (read_s, found)
-        return found
+        self.read[name] = (read_s, registered)
+        return registered
 
     async def _registered(self, name: str) -> RegisteredModel | None:
         if not is_name(name):

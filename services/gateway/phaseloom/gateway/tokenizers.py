@@ -39,11 +39,13 @@ class ModelTokenizer:
                 remedy="send tokens, or register the model with its tokenizer.json",
             ) from error
         config = _json(directory / _CONFIG)
-        given = config.get("chat_template") or []
+        templates = config.get("chat_template") or []
         if (directory / _TEMPLATE).is_file():
-            given = (directory / _TEMPLATE).read_text()
-        several = [{"name": _DEFAULT, "template": given}] if isinstance(given, str) else given
-        self._templates: dict[str, str] = {each["name"]: each["template"] for each in several}
+            templates = (directory / _TEMPLATE).read_text()
+        several = (
+            [{"name": _DEFAULT, "template": templates}] if isinstance(templates, str) else templates
+        )
+        self._templates: dict[str, str] = {entry["name"]: entry["template"] for entry in several}
         self._special = {
             name: value["content"] if isinstance(value, dict) else value
             for name, value in config.items()
@@ -80,7 +82,9 @@ class ModelTokenizer:
                 field="messages",
                 remedy="use /v1/completions, or register the model with one",
             )
-        told = [_told(each, f"messages[{index}]") for index, each in enumerate(messages)]
+        plain_messages = [
+            _plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)
+        ]
         try:
             template, variables = _compiled(self._templates[name])
             if tools and "tools" not in variables:
@@ -92,7 +96,12 @@ class ModelTokenizer:
                     "does",
                 )
             text = template.render(
-                {"add_generation_prompt": True, **self._special, **values, "messages": told}
+                {
+                    "add_generation_prompt": True,
+                    **self._special,
+                    **values,
+                    "messages": plain_messages,
+                }
             )
         except (TemplateError, TypeError) as error:
             raise CallerError(
@@ -116,7 +125,7 @@ def _raise(message: str) -> None:
     raise TemplateError(message)
 
 
-def _told(message: dict[str, Any], field: str) -> dict[str, Any]:
+def _plain_message(message: dict[str, Any], field: str) -> dict[str, Any]:
     """A message as chat templates take it: its content as one text, and the arguments of its tool
     calls as objects; OpenAI's clients may send parts, and send JSON.
 
@@ -124,8 +133,8 @@ def _told(message: dict[str, Any], field: str) -> dict[str, Any]:
     """
     message = dict(message)
     if isinstance(message.get("content"), list):
-        parts = [each.get("text") for each in message["content"] if isinstance(each, dict)]
-        texts = [each for each in parts if isinstance(each, str)]
+        parts = [part.get("text") for part in message["content"] if isinstance(part, dict)]
+        texts = [part for part in parts if isinstance(part, str)]
         if len(texts) < len(message["content"]):
             raise CallerError(
                 "only text is supported",
@@ -134,8 +143,8 @@ def _told(message: dict[str, Any], field: str) -> dict[str, Any]:
             )
         message["content"] = "\n".join(texts)
     if isinstance(message.get("tool_calls"), list):
-        where = f"{field}.tool_calls"
-        message["tool_calls"] = [_call(each, where) for each in message["tool_calls"]]
+        calls_field = f"{field}.tool_calls"
+        message["tool_calls"] = [_call(part, calls_field) for part in message["tool_calls"]]
     return message
 
 

@@ -109,15 +109,17 @@ def _settings(request: Any, loss: Loss) -> dict[str, float]:
     """The settings of a loss. Raises: CallerError: the loss has no such setting, or it is no
     number."""
     values = request.loss_fn_config_values
-    given = {name: each.number for name, each in values.items()} or {**request.loss_fn_config}
-    known = _SETTINGS.get(loss, {})
+    values_by_name = {name: value_field.number for name, value_field in values.items()} or {
+        **request.loss_fn_config
+    }
+    allowed = _SETTINGS.get(loss, {})
     settings: dict[str, float] = {}
-    for name, value in sorted(given.items()):
-        if name not in known:
+    for name, value in sorted(values_by_name.items()):
+        if name not in allowed:
             raise CallerError(
                 f"the loss {loss} has no setting {name!r}",
                 field="loss_fn_config",
-                remedy=f"use {', '.join(known)}" if known else "leave it out",
+                remedy=f"use {', '.join(allowed)}" if allowed else "leave it out",
             )
         if name in values and values[name].WhichOneof("kind") == "text":
             raise CallerError(
@@ -125,7 +127,7 @@ def _settings(request: Any, loss: Loss) -> dict[str, float]:
                 field="loss_fn_config",
                 remedy="use a number",
             )
-        settings[known[name]] = value
+        settings[allowed[name]] = value
     return settings
 
 
@@ -235,7 +237,7 @@ def trained_output(
 ) -> bytes:
     """A `ForwardBackwardOutput` with each datum's log-probabilities."""
     output = wire.ForwardBackwardOutput(loss_fn_output_type=_OUTPUT)
-    arrays = [_packed(each) for each in result.logprobs]
+    arrays = [_packed(array_of_datum) for array_of_datum in result.logprobs]
     record = output.loss_fn_outputs.add(num_datums=len(arrays))
     field = record.fields["logprobs"]
     field.data = b"".join(arrays)
@@ -257,9 +259,9 @@ def forward_loss(request: Any, result: ForwardResult) -> dict[str, float]:
         return {}
     total = 0.0
     for index, logprobs in enumerate(result.logprobs):
-        given = request.data[index].loss_fn_inputs
+        inputs = request.data[index].loss_fn_inputs
         values = np.frombuffer(_packed(logprobs), "<f4")
-        weights = _array(given["weights"], "weights") if "weights" in given else np.ones(1)
+        weights = _array(inputs["weights"], "weights") if "weights" in inputs else np.ones(1)
         total -= float((values * weights.ravel()).sum())
     return {"loss:sum": total}
 
@@ -315,28 +317,30 @@ def _topk(tokens: Int32s, logprobs: Float32s, num_top: int) -> Any:
     )
 
 
-def adam(params: Mapping[str, float | None] | None, other: Mapping[str, Any] | None) -> AdamParams:
+def adam(
+    params: Mapping[str, float | None] | None, other_params: Mapping[str, Any] | None
+) -> AdamParams:
     """The AdamW parameters of an `optim_step`, with the SDK's defaults for those that are left out.
 
     Args:   other: the parameters of another optimizer.
     Raises: CallerError: there is no such parameter, or the step is another optimizer's.
     """
-    if params is None or other is not None:
+    if params is None or other_params is not None:
         raise CallerError(
             "adam_params is missing",
-            field="adam_params" if other is None else "optimizer_params",
+            field="adam_params" if other_params is None else "optimizer_params",
             remedy="pass AdamParams; models are trained with AdamW",
         )
-    given = {name: value for name, value in params.items() if value is not None}
-    known = AdamParams.__struct_fields__
-    if unknown := sorted(given.keys() - set(known)):
+    values = {name: value for name, value in params.items() if value is not None}
+    allowed = AdamParams.__struct_fields__
+    if unknown := sorted(values.keys() - set(allowed)):
         raise CallerError(
             f"AdamW has no parameter {unknown[0]!r}",
             field="adam_params",
-            remedy=f"use {', '.join(known)}",
+            remedy=f"use {', '.join(allowed)}",
         )
     defaults = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}
-    return AdamParams(**{**defaults, **given})
+    return AdamParams(**{**defaults, **values})
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -384,8 +388,8 @@ def sampling(params: SampleParams, prompt_tokens: int, context: int) -> Sampling
         top_k=0 if params.top_k == -1 else params.top_k,
         top_p=params.top_p,
         ignore_eos=params.stop == [],
-        stop_token_ids=[each for each in stops if isinstance(each, int)],
-        stop_strings=[each for each in stops if isinstance(each, str)],
+        stop_token_ids=[stop_item for stop_item in stops if isinstance(stop_item, int)],
+        stop_strings=[stop_item for stop_item in stops if isinstance(stop_item, str)],
     )
 
 

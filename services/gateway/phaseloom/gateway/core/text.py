@@ -20,7 +20,7 @@ class TextParts:
         """Args: decode: makes text of tokens. stops: the stop strings; empty ones do not count."""
         self._decode = decode
         self._stops = [stop for stop in stops if stop]
-        self._told: list[int] = []
+        self._space_before: list[int] = []
         """The newest tokens whose text was given. They are decoded again with the next ones,
         because the text of a token depends on those before it: a space, for one."""
         self._open: list[int] = []
@@ -35,22 +35,27 @@ class TextParts:
         if self._is_stopped:
             return ""
         self._open += tokens
-        before = self._decode(self._told)
-        text = self._decode([*self._told, *self._open])
+        before = self._decode(self._space_before)
+        text = self._decode([*self._space_before, *self._open])
         if is_last or not text.endswith(_BROKEN):
             new = text[len(before) :]
             # A token without text, as a special one, says nothing of the space behind it.
-            self._told, self._open = self._open if new else self._told + self._open, []
+            self._space_before, self._open = (
+                self._open if new else self._space_before + self._open,
+                [],
+            )
             self._held += new
         return self._release(is_last)
 
     def _release(self, is_last: bool) -> str:
-        found = [at for at in map(self._held.find, self._stops) if at >= 0]
-        if found:
+        matches = [at for at in map(self._held.find, self._stops) if at >= 0]
+        if matches:
             self._is_stopped = True
-            return self._held[: min(found)]
-        kept = 0 if is_last else max((_begun(self._held, stop) for stop in self._stops), default=0)
-        text = self._held[: len(self._held) - kept]
+            return self._held[: min(matches)]
+        num_held = (
+            0 if is_last else max((_begun(self._held, stop) for stop in self._stops), default=0)
+        )
+        text = self._held[: len(self._held) - num_held]
         self._held = self._held[len(text) :]
         return text
 

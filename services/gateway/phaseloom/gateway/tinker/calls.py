@@ -33,13 +33,13 @@ _MAX_METADATA_BYTES = 65_536
 """The most bytes of a model's or a checkpoint's metadata."""
 
 
-async def answer_with(promised: tuple[str, Promise], **more: Any) -> web.Response:
+async def answer_with(promised: tuple[str, Promise], **fields: Any) -> web.Response:
     """Answer with the name of a promise, once the mesh has the promise's operation.
 
     Raises: Lost: it is not known whether the mesh has it; the same call again gets a new promise.
     """
     await promised[1].stored()
-    return web.json_response({"request_id": promised[0], **more})
+    return web.json_response({"request_id": promised[0], **fields})
 
 
 @dataclass(frozen=True)
@@ -110,40 +110,40 @@ Begun = tuple[Callable[[], Coroutine[Any, Any, dict[str, Any]]], OperationHandle
 
 
 async def kept_call(
-    tenant: Tenant, name: str, call: str, asked: msgspec.Struct, begin: Callable[[], Begun]
+    tenant: Tenant, name: str, call: str, body: msgspec.Struct, begin: Callable[[], Begun]
 ) -> tuple[str, Promise]:
     """The promise of a call of several steps. A record of the call is written first, so that
     another gateway can go on with it."""
     record = tenant.book.find(CallRecord, tenant.name, name)
     if record is None:
-        record = CallRecord(tenant.name, name, call, msgspec.to_builtins(asked))
+        record = CallRecord(tenant.name, name, call, msgspec.to_builtins(body))
         await tenant.book.put(record)
-    kept = record
+    call_record = record
     promise = tenant.futures.find(name)
     if promise is None:
-        steps, handle = begin() if kept.answer is None else (None, None)
+        steps, handle = begin() if call_record.answer is None else (None, None)
 
         async def work() -> Answer:
             if steps is None:
-                return kept.answer or {}
+                return call_record.answer or {}
             answer = await steps()
-            await tenant.book.put(replace(kept, answer=answer))
+            await tenant.book.put(replace(call_record, answer=answer))
             return answer
 
         promise = tenant.futures.promise(name, work, handle)
     return name, promise
 
 
-def metadata_of(given: dict[str, Any] | None) -> dict[str, Any]:
+def metadata_of(metadata: dict[str, Any] | None) -> dict[str, Any]:
     """The metadata of a request. Raises: CallerError: it is too large to be kept."""
-    num_bytes = len(msgspec.json.encode(given)) if given else 0
+    num_bytes = len(msgspec.json.encode(metadata)) if metadata else 0
     if num_bytes > _MAX_METADATA_BYTES:
         raise CallerError(
             f"metadata must have at most {_MAX_METADATA_BYTES} bytes, got {num_bytes}",
             field="user_metadata",
             remedy="store large data elsewhere",
         )
-    return given or {}
+    return metadata or {}
 
 
 def lora_fields(adapter: Adapter | None) -> dict[str, Any]:

@@ -34,8 +34,8 @@ routes = web.RouteTableDef()
 
 @routes.post(PREFIX + "/retrieve_future")
 async def retrieve_future(request: web.Request) -> web.Response:
-    tenant, asked = tenant_of(request), await body_of(request, RetrieveFuture)
-    promise = tenant.futures.find(asked.request_id) or await _earlier(tenant, asked.request_id)
+    tenant, body = tenant_of(request), await body_of(request, RetrieveFuture)
+    promise = tenant.futures.find(body.request_id) or await _earlier(tenant, body.request_id)
     if promise is None:
         return web.json_response({"detail": "nothing was promised by that name"}, status=410)
     try:
@@ -47,7 +47,7 @@ async def retrieve_future(request: web.Request) -> web.Response:
         state, reason = await promise.queue()
         pending = {
             "type": "try_again",
-            "request_id": asked.request_id,
+            "request_id": body.request_id,
             "queue_state": state,
             "queue_state_reason": reason,
         }
@@ -60,9 +60,9 @@ async def retrieve_future(request: web.Request) -> web.Response:
 @routes.post(PREFIX + "/cancel_future")
 async def cancel_future(request: web.Request) -> web.Response:
     """Cancel a sample. Nothing else is: the calls behind a step go on from it."""
-    tenant, asked = tenant_of(request), await body_of(request, RetrieveFuture)
-    sampler = asked.request_id.rpartition(":")[0]
-    promise = tenant.futures.find(asked.request_id)
+    tenant, body = tenant_of(request), await body_of(request, RetrieveFuture)
+    sampler = body.request_id.rpartition(":")[0]
+    promise = tenant.futures.find(body.request_id)
     if promise is not None and tenant.book.find(SamplerRecord, tenant.name, sampler) is not None:
         await promise.cancel()
     return web.json_response({})
@@ -75,8 +75,8 @@ async def _earlier(tenant: Tenant, name: str) -> Promise | None:
         kind, again = _CALLS[call.call]
         return (await again(tenant, msgspec.convert(call.asked, kind)))[1]
     if name.startswith("create "):
-        made = tenant.book.find(ModelRecord, tenant.name, name.removeprefix("create "))
-        return None if made is None else creating(tenant, made)[1]
+        model_record = tenant.book.find(ModelRecord, tenant.name, name.removeprefix("create "))
+        return None if model_record is None else creating(tenant, model_record)[1]
     model, _, numbers = name.rpartition(":")
     seq, _, num_targets = numbers.partition("x")
     record = tenant.book.find(ModelRecord, tenant.name, model)

@@ -22,12 +22,12 @@ routes = web.RouteTableDef()
 
 @routes.post(PREFIX + "/create_sampling_session")
 async def create_sampling_session(request: web.Request) -> web.Response:
-    tenant, asked = tenant_of(request), await body_of(request, CreateSamplingSession)
-    tenant.book.get(SessionRecord, tenant.name, asked.session_id)
-    source = await source_of(tenant, asked.model_path or asked.base_model or "")
-    name = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
+    tenant, body = tenant_of(request), await body_of(request, CreateSamplingSession)
+    tenant.book.get(SessionRecord, tenant.name, body.session_id)
+    source = await source_of(tenant, body.model_path or body.base_model or "")
+    name = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
     await tenant.book.put(
-        SamplerRecord(tenant.name, name, source.base.name, path=asked.model_path or "")
+        SamplerRecord(tenant.name, name, source.base.name, path=body.model_path or "")
     )
     return web.json_response({"type": "create_sampling_session", "sampling_session_id": name})
 
@@ -43,17 +43,17 @@ async def get_sampler(request: web.Request) -> web.Response:
 
 @routes.post(PREFIX + "/asample")
 async def sample(request: web.Request) -> web.Response:
-    tenant, asked = tenant_of(request), await body_of(request, Sample)
-    asked.check()
-    source = await source_of(tenant, asked.sampling_session_id)
-    name = f"{asked.sampling_session_id}:{asked.seq_id}"
+    tenant, body = tenant_of(request), await body_of(request, Sample)
+    body.check()
+    source = await source_of(tenant, body.sampling_session_id)
+    name = f"{body.sampling_session_id}:{body.seq_id}"
     promise = tenant.futures.find(name)
     if promise is None:
-        tokens = convert.prompt_tokens(asked.prompt)
-        sampling = convert.sampling(asked.sampling_params, len(tokens), source.context)
-        num_top, num_prompt_top = asked.topk_sample_logprobs, asked.topk_prompt_logprobs
+        tokens = convert.prompt_tokens(body.prompt)
+        sampling = convert.sampling(body.sampling_params, len(tokens), source.context)
+        num_top, num_prompt_top = body.topk_sample_logprobs, body.topk_prompt_logprobs
         sampling = replace(sampling, top_logprobs=num_top)
-        seed = asked.sampling_params.seed
+        seed = body.sampling_params.seed
         prompt = Prompt(tokens, seed=random.getrandbits(62) if seed is None else seed)
 
         async def draw() -> Answer:
@@ -62,15 +62,15 @@ async def sample(request: web.Request) -> web.Response:
                 Draw(
                     prompt,
                     sampling,
-                    asked.num_samples,
-                    prompt_logprobs=bool(asked.prompt_logprobs or num_prompt_top),
+                    body.num_samples,
+                    prompt_logprobs=bool(body.prompt_logprobs or num_prompt_top),
                     prompt_top_logprobs=num_prompt_top,
                 ),
             )
             await drawing.comes_from(handle)
-            last_n = asked.prompt_logprobs_last_n or len(tokens)
+            last_n = body.prompt_logprobs_last_n or len(tokens)
             return convert.sampled_output(await outcome_of(handle), num_top, num_prompt_top, last_n)
 
         promise = drawing = tenant.futures.promise(name, draw)
-    sequences = [f"{name}:{index}" for index in range(asked.num_samples)]
+    sequences = [f"{name}:{index}" for index in range(body.num_samples)]
     return await answer_with((name, promise), sample_sequence_ids=sequences)

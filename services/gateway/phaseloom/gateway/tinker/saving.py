@@ -39,30 +39,30 @@ routes = web.RouteTableDef()
 
 @routes.post(PREFIX + "/save_weights")
 async def save_weights(request: web.Request) -> web.Response:
-    tenant, asked = tenant_of(request), await body_of(request, SaveWeights)
-    return await answer_with(await save_promise(tenant, asked))
+    tenant, body = tenant_of(request), await body_of(request, SaveWeights)
+    return await answer_with(await save_promise(tenant, body))
 
 
-async def save_promise(tenant: Tenant, asked: SaveWeights) -> tuple[str, Promise]:
-    opened = await open_model(tenant, asked.model_id)
-    name = _mesh_name(asked.path or "", asked.seq_id)
+async def save_promise(tenant: Tenant, body: SaveWeights) -> tuple[str, Promise]:
+    opened = await open_model(tenant, body.model_id)
+    name = _mesh_name(body.path or "", body.seq_id)
     try:
-        path = _path(opened.record, "weights", asked.path or f"{asked.seq_id:06d}")
-        ttl_s, metadata = ttl_of(asked.ttl_seconds), metadata_of(asked.user_metadata)
+        path = _path(opened.record, "weights", body.path or f"{body.seq_id:06d}")
+        ttl_s, metadata = ttl_of(body.ttl_seconds), metadata_of(body.user_metadata)
         before = tenant.book.find(CheckpointRecord, tenant.name, path)
-        if before is not None and before.name != name and not asked.overwrite:
+        if before is not None and before.name != name and not body.overwrite:
             raise CallerError(
-                f"checkpoint {asked.path!r} exists",
+                f"checkpoint {body.path!r} exists",
                 code=Code.ALREADY_EXISTS,
                 field="path",
                 remedy="choose another name, or save with overwrite=True",
             )
     except CallerError as error:
-        return _refused(opened, asked.seq_id, ops.SaveState(""), error)
+        return _refused(opened, body.seq_id, ops.SaveState(""), error)
     saved = _checkpoint(opened.record, path, POLICY, name, metadata)
 
     def begin() -> Begun:
-        handle = opened.submit(asked.seq_id, ops.SaveState(name, ttl_s=ttl_s))
+        handle = opened.submit(body.seq_id, ops.SaveState(name, ttl_s=ttl_s))
 
         async def save() -> dict[str, Any]:
             await outcome_of(handle)
@@ -71,31 +71,31 @@ async def save_promise(tenant: Tenant, asked: SaveWeights) -> tuple[str, Promise
 
         return save, handle
 
-    return await kept_call(tenant, opened.name(asked.seq_id), "save_weights", asked, begin)
+    return await kept_call(tenant, opened.name(body.seq_id), "save_weights", body, begin)
 
 
 @routes.post(PREFIX + "/save_weights_for_sampler")
 async def save_weights_for_sampler(request: web.Request) -> web.Response:
-    tenant, asked = tenant_of(request), await body_of(request, SaveWeights)
-    return await answer_with(await save_for_sampler_promise(tenant, asked))
+    tenant, body = tenant_of(request), await body_of(request, SaveWeights)
+    return await answer_with(await save_for_sampler_promise(tenant, body))
 
 
-async def save_for_sampler_promise(tenant: Tenant, asked: SaveWeights) -> tuple[str, Promise]:
-    opened = await open_model(tenant, asked.model_id)
+async def save_for_sampler_promise(tenant: Tenant, body: SaveWeights) -> tuple[str, Promise]:
+    opened = await open_model(tenant, body.model_id)
     record, sampler = opened.record, opened.model.sampler
     try:
-        asked.check()
-        path = None if asked.path is None else _path(record, "sampler_weights", asked.path)
-        ttl_s, metadata = ttl_of(asked.ttl_seconds), metadata_of(asked.user_metadata)
+        body.check()
+        path = None if body.path is None else _path(record, "sampler_weights", body.path)
+        ttl_s, metadata = ttl_of(body.ttl_seconds), metadata_of(body.user_metadata)
     except CallerError as error:
-        return _refused(opened, asked.seq_id, ops.SaveState(""), error)
-    version = _mesh_name(asked.path or "", asked.seq_id)
+        return _refused(opened, body.seq_id, ops.SaveState(""), error)
+    version = _mesh_name(body.path or "", body.seq_id)
     keep, kept_s = (_KEPT_VERSIONS, 0.0) if path is None else (0, ttl_s)
 
     def begin() -> Begun:
         # The sampler of adapters reads checkpoints of the policy.
         save_it = ops.SaveState(version, keep=keep, ttl_s=kept_s)
-        handle = opened.submit(asked.seq_id, ops.PublishWeights() if sampler else save_it)
+        handle = opened.submit(body.seq_id, ops.PublishWeights() if sampler else save_it)
 
         async def save() -> dict[str, Any]:
             if sampler is not None:
@@ -107,67 +107,67 @@ async def save_for_sampler_promise(tenant: Tenant, asked: SaveWeights) -> tuple[
                 await _keep_checkpoint(tenant, saved, ttl_s)
                 return {"type": "save_weights_for_sampler", "path": path}
             session = record.id.partition(":")[0]
-            sampling = f"{session}:sample:{asked.sampling_session_seq_id}"
+            sampling = f"{session}:sample:{body.sampling_session_seq_id}"
             saved_as = SamplerRecord(tenant.name, sampling, record.base, record.id, version)
             await tenant.book.put(saved_as)
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampling}
 
         return save, handle
 
-    return await kept_call(tenant, opened.name(asked.seq_id), "save_for_sampler", asked, begin)
+    return await kept_call(tenant, opened.name(body.seq_id), "save_for_sampler", body, begin)
 
 
 @routes.post(PREFIX + "/save_weights_external")
 async def save_weights_external(request: web.Request) -> web.Response:
     """Refuse the call, which has a number as those that are served."""
-    tenant, asked = tenant_of(request), await body_of(request, SaveWeights)
-    opened = await open_model(tenant, asked.model_id)
+    tenant, body = tenant_of(request), await body_of(request, SaveWeights)
+    opened = await open_model(tenant, body.model_id)
     error = CallerError(
         "save_weights_external is not supported",
         field="type",
         remedy="use save_weights_for_sampler and download the checkpoint, which peft can read",
     )
-    return await answer_with(_refused(opened, asked.seq_id, ops.SaveState(""), error))
+    return await answer_with(_refused(opened, body.seq_id, ops.SaveState(""), error))
 
 
 @routes.post(PREFIX + "/load_weights")
 async def load_weights(request: web.Request) -> web.Response:
-    tenant, asked = tenant_of(request), await body_of(request, LoadWeights)
-    return await answer_with(await load_promise(tenant, asked))
+    tenant, body = tenant_of(request), await body_of(request, LoadWeights)
+    return await answer_with(await load_promise(tenant, body))
 
 
-async def load_promise(tenant: Tenant, asked: LoadWeights) -> tuple[str, Promise]:
+async def load_promise(tenant: Tenant, body: LoadWeights) -> tuple[str, Promise]:
     """The promise to load a checkpoint: into the model that is named, or into a new one."""
     try:
-        saved = tenant.book.get(CheckpointRecord, tenant.name, asked.path)
-        asked.check(saved.base)
+        saved = tenant.book.get(CheckpointRecord, tenant.name, body.path)
+        body.check(saved.base)
     except CallerError as error:
-        if asked.model_id is None or asked.seq_id is None:
+        if body.model_id is None or body.seq_id is None:
             raise
-        opened = await open_model(tenant, asked.model_id)
-        return _refused(opened, asked.seq_id, ops.LoadState(""), error)
-    if asked.session_id is not None and asked.model_seq_id is not None:
-        kept = metadata_of(asked.user_metadata)
-        like = ModelRecord("", "", "", saved.base, 1, kept, saved.adapter)
-        record = await new_model(tenant, asked.session_id, asked.model_seq_id, like)
+        opened = await open_model(tenant, body.model_id)
+        return _refused(opened, body.seq_id, ops.LoadState(""), error)
+    if body.session_id is not None and body.model_seq_id is not None:
+        metadata = metadata_of(body.user_metadata)
+        like = ModelRecord("", "", "", saved.base, 1, metadata, saved.adapter)
+        record = await new_model(tenant, body.session_id, body.model_seq_id, like)
     else:
-        record = tenant.book.get(ModelRecord, tenant.name, asked.model_id or "")
-    seq = asked.seq_id or 0
+        record = tenant.book.get(ModelRecord, tenant.name, body.model_id or "")
+    seq = body.seq_id or 0
 
     def begin() -> Begun:
         async def load() -> dict[str, Any]:
             tenant.loading[saved.source, saved.name] += 1
             try:
                 model = await tenant.models.train(record.job, record.base, record.adapter)
-                args = ops.LoadState(saved.name, saved.source, asked.optimizer)
+                args = ops.LoadState(saved.name, saved.source, body.optimizer)
                 await outcome_of(Opened(tenant, record, model).submit(seq, args))
             finally:
                 tenant.loading[saved.source, saved.name] -= 1
-            return {"type": "load_weights", "path": asked.path, "model_id": record.id}
+            return {"type": "load_weights", "path": body.path, "model_id": record.id}
 
         return load, None
 
-    return await kept_call(tenant, f"{record.id}:{seq}", "load_weights", asked, begin)
+    return await kept_call(tenant, f"{record.id}:{seq}", "load_weights", body, begin)
 
 
 def _refused(
@@ -192,9 +192,9 @@ async def _keep_checkpoint(tenant: Tenant, saved: CheckpointRecord, ttl_s: float
     if before is not None and before.name == saved.name:  # an earlier gateway began this
         replaces = before.replaces
     expires_s = time.time() + ttl_s if ttl_s else None
-    kept = replace(saved, expires_s=expires_s, replaces=replaces)
-    await tenant.book.put(kept)
-    await clean_up(tenant, kept)
+    named_checkpoint = replace(saved, expires_s=expires_s, replaces=replaces)
+    await tenant.book.put(named_checkpoint)
+    await clean_up(tenant, named_checkpoint)
 
 
 def _checkpoint(

@@ -12,7 +12,7 @@ import nats.errors
 from aiohttp import web
 
 from phaseloom.client import CallerError, PhaseloomError
-from phaseloom.gateway.checkpoints import clean_up_all, told_checkpoint, told_time
+from phaseloom.gateway.checkpoints import checkpoint_row, clean_up_all, timestamp
 from phaseloom.gateway.http import PREFIX, body_of, page_of, tenant_of
 from phaseloom.gateway.models import context_of
 from phaseloom.gateway.records import (
@@ -71,13 +71,13 @@ async def capabilities(request: web.Request) -> web.Response:
 
 @routes.post(PREFIX + "/create_session")
 async def create_session(request: web.Request) -> web.Response:
-    tenant, asked = tenant_of(request), await body_of(request, CreateSession)
-    asked.check()
+    tenant, body = tenant_of(request), await body_of(request, CreateSession)
+    body.check()
     session = SessionRecord(
         tenant.name,
         uuid.uuid4().hex,
-        metadata_of(asked.user_metadata),
-        asked.display_name or "",
+        metadata_of(body.user_metadata),
+        body.display_name or "",
         time.time(),
     )
     await tenant.book.put(session)
@@ -87,10 +87,10 @@ async def create_session(request: web.Request) -> web.Response:
 
 @routes.post(PREFIX + "/session_heartbeat")
 async def heartbeat(request: web.Request) -> web.Response:
-    tenant, asked = tenant_of(request), await body_of(request, OfSession)
-    if tenant.book.find(SessionRecord, tenant.name, asked.session_id) is None:
+    tenant, body = tenant_of(request), await body_of(request, OfSession)
+    if tenant.book.find(SessionRecord, tenant.name, body.session_id) is None:
         return web.json_response({"detail": "the session is over"}, status=410)
-    tenant.beats[asked.session_id] = time.monotonic()
+    tenant.beats[body.session_id] = time.monotonic()
     return web.json_response({"type": "session_heartbeat"})
 
 
@@ -136,7 +136,7 @@ async def end_silent_sessions(tenant: Tenant, silent_s: float) -> None:
 async def list_sessions(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
     page, _ = page_of(request, _newest(tenant.book.all(SessionRecord, tenant.name)))
-    return web.json_response({"sessions": [each.id for each in page]})
+    return web.json_response({"sessions": [session.id for session in page]})
 
 
 @routes.get(PREFIX + "/sessions/{session}")
@@ -144,8 +144,8 @@ async def get_session(request: web.Request) -> web.Response:
     tenant, session = tenant_of(request), request.match_info["session"]
     record = tenant.book.get(SessionRecord, tenant.name, session)
     of = f"{session}:"
-    models = [each.id for each in tenant.book.all(ModelRecord, tenant.name)]
-    samplers = [each.id for each in tenant.book.all(SamplerRecord, tenant.name)]
+    models = [row.id for row in tenant.book.all(ModelRecord, tenant.name)]
+    samplers = [row.id for row in tenant.book.all(SamplerRecord, tenant.name)]
     return web.json_response(
         {
             "training_run_ids": [name for name in models if name.startswith(of)],
@@ -177,32 +177,32 @@ async def get_run(request: web.Request) -> web.Response:
 
 @routes.post(PREFIX + "/weights_info")
 async def weights_info(request: web.Request) -> web.Response:
-    tenant, asked = tenant_of(request), await body_of(request, OfPath)
-    saved = tenant.book.get(CheckpointRecord, tenant.name, asked.tinker_path or asked.path)
+    tenant, body = tenant_of(request), await body_of(request, OfPath)
+    saved = tenant.book.get(CheckpointRecord, tenant.name, body.tinker_path or body.path)
     return web.json_response({"base_model": saved.base, **lora_fields(saved.adapter)})
 
 
 def _run(tenant: Tenant, model: ModelRecord) -> dict[str, Any]:
     saved = tenant.book.all(CheckpointRecord, tenant.name)
-    told = [
-        told_checkpoint(each, {})
-        for each in sorted(saved, key=lambda each: each.saved_s)
-        if each.model == model.id
+    rows = [
+        checkpoint_row(checkpoint, {})
+        for checkpoint in sorted(saved, key=lambda checkpoint: checkpoint.saved_s)
+        if checkpoint.model == model.id
     ]
-    newest = {each["checkpoint_type"]: each for each in told}
+    newest = {checkpoint["checkpoint_type"]: checkpoint for checkpoint in rows}
     return {
         "training_run_id": model.id,
         "base_model": model.base,
         "model_owner": model.tenant,
         **lora_fields(model.adapter),
         "corrupted": False,
-        "last_request_time": told_time(tenant.asked_s.get(model.id, model.made_s)),
+        "last_request_time": timestamp(tenant.asked_s.get(model.id, model.made_s)),
         "last_checkpoint": newest.get("training"),
         "last_sampler_checkpoint": newest.get("sampler"),
         "user_metadata": model.metadata or None,
     }
 
 
-def _newest(made: list[_Made]) -> list[_Made]:
+def _newest(records: list[_Made]) -> list[_Made]:
     """Sessions or models, the newest first."""
-    return sorted(made, key=lambda each: each.made_s, reverse=True)
+    return sorted(records, key=lambda record: record.made_s, reverse=True)

@@ -31,10 +31,10 @@ routes = web.RouteTableDef()
 
 @routes.post(PREFIX + "/create_model")
 async def create_model(request: web.Request) -> web.Response:
-    tenant, asked = tenant_of(request), await body_of(request, CreateModel)
-    await tenant.base(asked.base_model)
-    asked.optimizer_config.check()
-    lora = asked.lora_config or LoraConfig(0)
+    tenant, body = tenant_of(request), await body_of(request, CreateModel)
+    await tenant.base(body.base_model)
+    body.optimizer_config.check()
+    lora = body.lora_config or LoraConfig(0)
     adapter = lora.adapter
     if adapter is not None and not tenant.models.has_adapters:
         raise CallerError(
@@ -45,9 +45,9 @@ async def create_model(request: web.Request) -> web.Response:
         )
     record = await new_model(
         tenant,
-        asked.session_id,
-        asked.model_seq_id,
-        ModelRecord("", "", "", asked.base_model, 0, metadata_of(asked.user_metadata), adapter),
+        body.session_id,
+        body.model_seq_id,
+        ModelRecord("", "", "", body.base_model, 0, metadata_of(body.user_metadata), adapter),
     )
     return await answer_with(creating(tenant, record))
 
@@ -83,8 +83,8 @@ def creating(tenant: Tenant, record: ModelRecord) -> tuple[str, Promise]:
 
 @routes.post(PREFIX + "/get_info")
 async def get_info(request: web.Request) -> web.Response:
-    tenant, asked = tenant_of(request), await body_of(request, OfModel)
-    model = tenant.book.get(ModelRecord, tenant.name, asked.model_id)
+    tenant, body = tenant_of(request), await body_of(request, OfModel)
+    model = tenant.book.get(ModelRecord, tenant.name, body.model_id)
     base = await tenant.base(model.base)
     return web.json_response(
         {
@@ -103,8 +103,8 @@ async def get_info(request: web.Request) -> web.Response:
 
 @routes.post(PREFIX + "/unload_model")
 async def unload_model(request: web.Request) -> web.Response:
-    tenant, asked = tenant_of(request), await body_of(request, OfModel)
-    model = tenant.book.get(ModelRecord, tenant.name, asked.model_id)
+    tenant, body = tenant_of(request), await body_of(request, OfModel)
+    model = tenant.book.get(ModelRecord, tenant.name, body.model_id)
 
     async def unload() -> Answer:
         await finish(tenant, model)
@@ -125,27 +125,27 @@ async def finish(tenant: Tenant, model: ModelRecord) -> None:
 @routes.post(PREFIX + "/forward_backward")
 async def forward_backward(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
-    asked = convert.read_request(await content_of(request))
-    opened = await open_model(tenant, asked.model_id)
+    body = convert.read_request(await content_of(request))
+    opened = await open_model(tenant, body.model_id)
     context = context_of(await tenant.base(opened.record.base))
     refusal: PhaseloomError | None = None
     args: ops.Args
     try:
-        args = convert.trained(asked, context)
+        args = convert.trained(body, context)
     except CallerError as error:
         # It keeps its number, or all that follow would wait for it: the mesh refuses an empty one.
         refusal = error
         empty = ops.ForwardBackward([], ops.Loss.CROSS_ENTROPY)
-        args = ops.Forward([]) if asked.forward_only else empty
+        args = ops.Forward([]) if body.forward_only else empty
 
     num_targets = args.batch[0].num_targets if args.batch else 1
 
     async def answer(result: Any) -> Answer:
         is_forward = isinstance(result, ops.ForwardResult)
-        metrics = convert.forward_loss(asked, result) if is_forward else result.metrics
+        metrics = convert.forward_loss(body, result) if is_forward else result.metrics
         return convert.trained_output(result, metrics, num_targets)
 
-    promised = opened.promise(asked.seq_id, args, answer, num_targets)
+    promised = opened.promise(body.seq_id, args, answer, num_targets)
     if refusal is not None:
         promised = refused(tenant, promised, refusal)
     return await answer_with(promised)
@@ -153,11 +153,11 @@ async def forward_backward(request: web.Request) -> web.Response:
 
 @routes.post(PREFIX + "/optim_step")
 async def optim_step(request: web.Request) -> web.Response:
-    tenant, asked = tenant_of(request), await body_of(request, OptimStep)
-    opened = await open_model(tenant, asked.model_id)
+    tenant, body = tenant_of(request), await body_of(request, OptimStep)
+    opened = await open_model(tenant, body.model_id)
     refusal: PhaseloomError | None = None
     try:
-        args = ops.OptimStep(convert.adam(asked.adam_params, asked.optimizer_params))
+        args = ops.OptimStep(convert.adam(body.adam_params, body.optimizer_params))
     except CallerError as error:
         refusal = error  # it keeps its number, by a step that the mesh refuses
         args = ops.OptimStep(AdamParams(learning_rate=-1.0))
@@ -165,7 +165,7 @@ async def optim_step(request: web.Request) -> web.Response:
     async def answer(result: ops.OptimStepResult) -> Answer:
         return {"type": "optim_step", "metrics": result.metrics}
 
-    promised = opened.promise(asked.seq_id, args, answer)
+    promised = opened.promise(body.seq_id, args, answer)
     if refusal is not None:
         promised = refused(tenant, promised, refusal)
     return await answer_with(promised)
