@@ -1,1 +1,1 @@
-"""Pure records of what the node holds; features import them, and they import no feature."""
+"""Pure records of what a node holds. Features import them; they import no feature."""

@@ -1,14 +1,14 @@
-"""The records of host copies: those of ranks that train, and those that frozen ranks share.
+"""All host copies: those of ranks that train, and those that frozen ranks share.
 
-Frozen copies are content-addressed: one is found by BLAKE3 and length, not by who made it, and
-frozen ranks whose state is equal refer to one copy. A frozen rank that writes moves to another
-copy, which leaves the others' bytes untouched. A frozen copy may also be the memory of a weights
-version. A rank that trains has a copy of its own, in memory that it has mapped.
+Frozen copies are content-addressed. They are looked up by BLAKE3 and length, not by owner, so
+frozen ranks with equal state use one copy. A frozen rank that writes moves to another copy and
+leaves the others' bytes untouched. A frozen copy may also be the memory of a weights version. A
+rank that trains has a copy of its own, in memory that it has mapped.
 
 Invariants (`validate`): every copy has a user, and is dropped with its last one; users of different
-tenants only share what the operator has registered as a frozen base; a copy with users of different
-jobs is frozen and immutable; a copy is in host memory, on NVMe, or on its way between them, for all
-users alike.
+tenants share only copies that the operator has registered as frozen bases; a copy with users of
+different jobs is frozen and immutable; a copy has one location for all of its users: host memory,
+NVMe, or the way between them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 def bases_of(configured: Mapping[str, list[str]], section: str = "") -> dict[str, str]:
     """The registered frozen bases, which tenants may share, as BLAKE3 → name.
 
-    Args:   configured: name → hashes. section: the beginning of the fields that an error names.
+    Args:   configured: name → hashes.
+            section: prefix of the field names in errors.
     Raises: CallerError: an entry is no hash, or a hash has two names.
     """
     names: dict[str, str] = {}
@@ -56,7 +57,7 @@ def bases_of(configured: Mapping[str, list[str]], section: str = "") -> dict[str
 
 
 class HostCopies:
-    """All host copies of the node. Every mutation goes through this class; the shell moves the
+    """All host copies of the node. Every change goes through this class; the shell moves the
     bytes."""
 
     def __init__(self, bases: Mapping[str, str]) -> None:
@@ -68,11 +69,10 @@ class HostCopies:
     def add(
         self, rank: Rank, extent: int, digest: str = "", version: VersionKey | None = None
     ) -> HostCopy:
-        """Record a new host copy of a rank, which has none: its state is, or will be, in the
-        extent.
+        """Record the first host copy of a rank, whose state is or will be in the extent.
 
-        Args: digest: the digest of the state; empty: it is yet to come.
-              version: the weights version whose memory the extent is, if it is one's.
+        Args: digest: of the state; empty: not known yet.
+              version: the weights version whose memory the extent is, if any.
         """
         self._last += 1
         copy = HostCopy(
@@ -89,12 +89,12 @@ class HostCopies:
         return copy
 
     def take_over(self, copy: HostCopy) -> None:
-        """Take over a host copy of the daemon before; its users are attached later."""
+        """Adopt a host copy of the previous daemon. Its users are attached later."""
         self._copies[copy.number] = copy
         self._last = max(self._last, copy.number)
 
     def attach(self, rank: Rank, copy: HostCopy) -> None:
-        """Make the rank a user of a host copy; it must not be the user of another."""
+        """Make the rank a user of a host copy. The rank must not use another one."""
         assert rank.copy is None
         assert copy.number in self._copies
         rank.copy = copy
@@ -103,7 +103,7 @@ class HostCopies:
     def detach(self, rank: Rank) -> HostCopy | None:
         """Remove the rank from the users of its host copy.
 
-        Returns: the copy, where the rank was its last user; the caller frees what it held.
+        Returns: the copy if the rank was its last user; the caller frees its memory and file.
         """
         copy = rank.copy
         if copy is None:
@@ -123,7 +123,7 @@ class HostCopies:
         return next((c for c in self.all() if c.version == key and c.extent == extent), None)
 
     def merge(self, copy: HostCopy, twin: HostCopy) -> list[Rank]:
-        """Make the users of `copy` users of its twin; returns them."""
+        """Make the users of `copy` users of its twin. Returns: these users."""
         if len(copy.tenants | twin.tenants) > 1:
             twin.is_base = True
         moved = list(copy.users)
@@ -145,15 +145,15 @@ class HostCopies:
         return is_equal and is_shareable and is_allowed
 
     def all(self) -> list[HostCopy]:
-        """All host copies, the oldest first."""
+        """All host copies, oldest first."""
         return list(self._copies.values())
 
     def step(self, copy: HostCopy, step: Step) -> None:
-        """Take a step of the transition table. Raises: InvalidTransition: it does not have it."""
+        """Apply a step of the transition table. Raises: InvalidTransition."""
         copy.state = following(copy, step)
 
     def demotable(self) -> list[HostCopy]:
-        """The whole host copies that may be demoted now, in no order."""
+        """The whole host copies that may be demoted now, unordered."""
         return [
             copy
             for copy in self.all()
@@ -164,12 +164,12 @@ class HostCopies:
         return [copy.extent for copy in self.all() if copy.extent is not None]
 
     def nvme_used_bytes(self) -> int:
-        """Bytes of the host copies that are on NVMe, or are being written there."""
+        """Bytes of host copies that are on NVMe or are being written there."""
         below = ON_NVME | {State.DEMOTING}
         return sum(copy.num_bytes for copy in self.all() if copy.state in below)
 
     def states(self) -> list[SharedCopyState]:
-        """The states of the copies that frozen ranks share, or may."""
+        """The states of the copies that frozen ranks share, or may share."""
         return [
             SharedCopyState(
                 num_bytes=copy.num_bytes,

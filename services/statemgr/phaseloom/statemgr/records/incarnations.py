@@ -1,7 +1,7 @@
-"""Incarnations of deployments on this node: their ranks, and where the state of each rank is.
+"""Incarnations of deployments on this node: their ranks, and the location of each rank's state.
 
-This module has the records, and `TRANSITIONS`, the table of steps from state to state. `Residency`
-holds the incarnations of all deployments.
+`TRANSITIONS` is the table of steps from state to state. `Residency` has the incarnations of all
+deployments.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
 
 
 class State(StrEnum):
-    """The place of a rank's state, or of a host copy, which is HOST or moves to and from NVMe."""
+    """The location of a rank's state or of a host copy. Host copies use HOST and the NVMe states
+    only."""
 
     AWAITING = "awaiting"
     """The agent has announced the rank, which has not registered its heap yet."""
     FILLING = "filling"
-    """The rank has its extent, which holds no state yet."""
+    """The rank has an extent, which holds no state yet."""
     HOST = "host"
-    """The rank is offloaded: its host copy is whole. A host copy: it is in host memory."""
+    """Rank: it is offloaded, and its host copy is whole. Host copy: it is in host memory."""
     LOADING = "loading"
     """The host copy is being copied into device memory."""
     RESIDENT = "resident"
-    """The state is in device memory; the host copy, if there is one, may be older."""
+    """The state is in device memory; the host copy, if any, may be older."""
     OFFLOADING = "offloading"
     """The heap is being copied out of device memory."""
     DEMOTING = "demoting"
@@ -40,11 +41,11 @@ class State(StrEnum):
     PROMOTING = "promoting"
     """The host copy is on NVMe, on its way to host memory."""
     LOST = "lost"
-    """A rank of the incarnation is gone, or the incarnation was fenced or dropped."""
+    """A rank of the incarnation has left, or the incarnation was fenced or dropped."""
 
 
 class Step(StrEnum):
-    """A step that the shell reports of a rank or a host copy; `TRANSITIONS` says what follows."""
+    """A step of a rank or host copy that the shell reports; see `TRANSITIONS`."""
 
     HEAP_REGISTERED = "heap registered"
     FILLED = "filled"
@@ -55,7 +56,7 @@ class Step(StrEnum):
     OFFLOAD_VERIFIED = "offload verified"
     OFFLOAD_FAILED = "offload failed"
     RELEASE_UNVERIFIED = "release unverified"
-    """The heap was copied out, but its device memory was not given back: it is loaded again."""
+    """The heap was copied out, but its device memory was not released, so it is loaded again."""
     DEMOTE_BEGUN = "demote begun"
     DEMOTE_VERIFIED = "demote verified"
     DEMOTE_FAILED = "demote failed"
@@ -83,15 +84,16 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
 }
 ON_DEVICE = frozenset({State.LOADING, State.RESIDENT, State.OFFLOADING})
 ON_NVME = frozenset({State.DEMOTED, State.PROMOTING})
-"""The states in which the whole host copy is on NVMe, and not in host memory."""
+"""States in which the only whole copy is the one on NVMe."""
 
 
 class InvalidTransition(InternalError):
-    """The shell reported a step that the table does not have; carries the deployment's history."""
+    """The shell reported a step that the table does not have. The message has the rank's
+    history."""
 
 
 def following(item: Rank | HostCopy, step: Step) -> State:
-    """The state that follows by a step. Raises: InvalidTransition: the table does not have it."""
+    """The state after a step. Raises: InvalidTransition: the table does not have the step."""
     state = TRANSITIONS.get((item.state, step))
     if state is None:
         before = f"; before: {'; '.join(item.history)}" if isinstance(item, Rank) else ""
@@ -101,20 +103,20 @@ def following(item: Rank | HostCopy, step: Step) -> State:
 
 @dataclass(slots=True)
 class PreparedSeal:
-    """A seal whose host copies are kept from being overwritten until they are on disk."""
+    """A seal whose host copies must not be overwritten until they are on disk."""
 
     seq: int
     is_writing: bool = False
 
 
 class Loan(NamedTuple):
-    """Host memory that a rank has for as long as an operation needs it."""
+    """Host memory that a rank borrows while an operation needs it."""
 
     extent: int
     num_bytes: int
     is_host_copy: bool
-    """Whether the memory is the host copy that the rank, which is frozen, had when it borrowed: the
-    loan is one more holder of it."""
+    """Whether the memory is the host copy that a frozen rank had when it borrowed. The loan is one
+    more holder of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -128,37 +130,34 @@ class Rank:
     state: State = State.AWAITING
     heap_bytes: int = 0
     scratch_bytes: int = 0
-    """Device memory beside the heap, which is there while the heap is and is never copied."""
+    """Device memory next to the heap. It comes and goes with the heap and is never copied."""
     host_bytes: int = 0
-    """Bytes of state that lives in host memory alone, behind the copy of the heap."""
+    """Bytes of state that exist in host memory only, after the copy of the heap."""
     table: TensorTable = field(default=EMPTY, repr=False)
     copy: HostCopy | None = None
-    """The rank's host copy; None: it has not registered its heap or, where it is frozen, no copy is
-    whole yet."""
+    """The host copy. None: the rank has no heap yet, or is frozen and has no whole copy yet."""
     new_extent: int | None = None
     """The extent of a frozen rank's next host copy, until that is whole."""
     snapshot: int | None = None
-    """The extent that keeps the state of host memory alone as it was when a seal was prepared;
-    None: there is nothing to keep."""
+    """The extent with the host-only state as it was when a seal was prepared, if any."""
     loans: dict[int, Loan] = field(default_factory=dict)
-    """The memory that the rank has borrowed, by the rank's numbers."""
+    """Borrowed memory, by the rank's own numbers."""
     pins: bool = False
-    """Whether the rank's device pins the extent's pages: it is asked to unpin them before they are
-    given back."""
+    """Whether the rank's device pins the extent's pages, so that the rank must unpin them before
+    they are given back."""
     applied: int = 0
     """The seq of the newest host copy."""
     frozen: bool = False
-    """Whether the rank does not train: it may share its host copy."""
+    """Whether the rank does not train, so that it may share its host copy."""
     model: str = ""
-    """The model's identity as the rank registered it; see `RegisterHeap.model`."""
+    """See `RegisterHeap.model`."""
     held_version: tuple[VersionKey, int] | None = None
-    """The version that a frozen rank's heap equals, and the seq since which it does. The version's
-    memory becomes the host copy at once, or at a later copy-out where a seal or copy is in the
-    way."""
+    """The version that a frozen rank's heap equals, and the seq since when. Its memory becomes the
+    host copy at once, or at the next copy-out if a seal or a copy is under way."""
     is_copying: bool = False
-    """Whether a frozen rank is asked for a new host copy, which goes to its `new_extent`."""
+    """Whether a copy-out of a frozen rank to its `new_extent` is under way."""
     history: deque[str] = field(default_factory=lambda: deque(maxlen=32))
-    """The rank's last transitions, for the error of an invalid one."""
+    """The last transitions, for the message of an invalid one."""
 
     @property
     def tensors(self) -> list[TensorSlot]:
@@ -166,8 +165,8 @@ class Rank:
 
     @property
     def extent(self) -> int | None:
-        """The extent that the rank writes: that of its own host copy or, where it is frozen, that
-        of its next one."""
+        """The extent that the rank writes: that of its own host copy or, if it is frozen, that of
+        its next one."""
         return self.new_extent if self.copy is None or self.frozen else self.copy.extent
 
     @property
@@ -191,12 +190,12 @@ class Rank:
 
     @property
     def has_memory(self) -> bool:
-        """Whether the rank has a host copy, or an extent."""
+        """Whether the rank has a host copy or an extent."""
         return self.copy is not None or bool(self.extents)
 
     @property
     def device_bytes(self) -> int:
-        """Device memory that the rank takes while it is there."""
+        """Device memory of the rank while it is resident."""
         return self.heap_bytes + self.scratch_bytes
 
     @property
@@ -206,32 +205,30 @@ class Rank:
 
     @property
     def extents(self) -> list[int]:
-        """The extents beside that of the host copy: that of the next one, and the snapshot for a
-        seal."""
+        """Extents other than the host copy's: the next copy's, and the snapshot for a seal."""
         return [extent for extent in (self.new_extent, self.snapshot) if extent is not None]
 
     @property
     def borrowed(self) -> list[int]:
-        """The extents of all loans; that of a host copy may be in more than one."""
+        """The extents of all loans. That of a host copy may occur more than once."""
         return [loan.extent for loan in self.loans.values()]
 
     @property
     def borrowed_bytes(self) -> int:
-        """Bytes of the loans that are memory of their own."""
+        """Bytes of the loans that are separate memory."""
         return sum(loan.num_bytes for loan in self.loans.values() if not loan.is_host_copy)
 
     def copied(self, applied: int, digest: str) -> None:
-        """Record a new host copy in the memory of the one before.
+        """Record a new host copy in the memory of the old one.
 
-        Args: digest: its digest; empty: the digest is yet to be taken.
+        Args: digest: of the new copy; empty: not taken yet.
         """
         assert self.copy is not None
         self.applied, self.copy.digest, self.copy.is_dirty = applied, digest, not digest
 
     @property
     def owner(self) -> str:
-        """The rank's name as people see it on its memory: without the incarnation, which is of no
-        use to them."""
+        """The rank's name for people, without the incarnation, which would not help them."""
         key = self.wpg.key
         return str(key) if len(self.wpg.ranks) == 1 else f"{key} rank {self.index}"
 
@@ -243,29 +240,27 @@ class Rank:
 
 @dataclass(slots=True, eq=False)
 class Wpg:
-    """One incarnation of a deployment on this node; its ranks are lost together."""
+    """One incarnation of a deployment on this node. Its ranks are lost together."""
 
     key: DeploymentKey
     incarnation: int
     seal_seq: int
-    """The seq of the seal that the incarnation begins from; 0: from none."""
+    """The seq of the seal that the incarnation starts from; 0: none."""
     ranks: list[Rank] = field(default_factory=list)
     epoch: int = 0
     prepared: PreparedSeal | None = None
     sealed: set[int] = field(default_factory=set)
-    """The seqs of the seals that this incarnation has written."""
+    """Seqs of the seals that this incarnation has written."""
     rank_offset: int = 0
-    """The rank, among those of all nodes, of the first one on this node; `Rank.index` counts from
-    it."""
+    """Number of this node's first rank, counted over all nodes. `Rank.index` counts from it."""
     num_ranks: int = 0
     """Ranks of the incarnation on all nodes."""
     num_users: int = 0
     """Switches, seals and promotions that need the host copies to stay in host memory."""
     last_used: int = 0
-    """When the incarnation was used last, as a count of the uses of this node's deployments."""
+    """Time of the last use, as a count of the uses of this node's deployments."""
     next_use_s: float = math.inf
-    """The predicted time of the next use, on the shell's clock; infinite: there is no
-    prediction."""
+    """Predicted time of the next use, on the shell's clock; infinite: no prediction."""
 
     @property
     def is_lost(self) -> bool:
@@ -281,7 +276,7 @@ class Wpg:
 
     @property
     def on_device(self) -> list[Rank]:
-        """The ranks in device memory, or on their way in or out."""
+        """Ranks in device memory, or on their way in or out."""
         return [rank for rank in self.ranks if rank.state in ON_DEVICE]
 
     def check_alive(self) -> None:
@@ -300,33 +295,35 @@ def is_demotable(wpg: Wpg) -> bool:
 
 @dataclass(slots=True, eq=False)
 class HostCopy:
-    """The newest whole state of a rank that trains, or of all frozen ranks whose bytes are equal:
-    its users."""
+    """The newest whole state of a rank that trains, or of all frozen ranks whose bytes are equal.
+    These ranks are its users."""
 
     number: int
     owner: DeploymentKey
-    """The deployment that made the copy; it may have left since."""
+    """The deployment that made the copy, and may have left since."""
     num_bytes: int
     extent: int | None
-    """The extent in host memory; None: a frozen copy that is on NVMe. That of a rank that trains
-    stays, with or without memory: the rank has it mapped."""
+    """The extent in host memory; None: a frozen copy that is on NVMe. A rank that trains has its
+    extent mapped, so that extent stays even without memory."""
     is_frozen: bool = False
-    """Whether the users are frozen ranks: nobody overwrites the bytes, and they may share them."""
+    """Whether the users are frozen ranks, which may share the bytes because nobody overwrites
+    them."""
     digest: str = ""
-    """The digest by which every load is verified: xxh3-128 in hex; empty: the copy is dirty, or not
+    """The xxh3-128 in hex that every load is verified by; empty: the copy is dirty, or not
     whole."""
     is_dirty: bool = False
-    """Whether the copy is whole, but its digest is not taken yet."""
+    """Whether the copy is whole but its digest is not taken yet."""
     num_writes: int = 0
-    """How often the copy was begun anew; tells the newest bytes from those before."""
+    """Number of times that the copy was overwritten; distinguishes the newest bytes from older
+    ones."""
     is_immutable: bool = False
     """Whether the memory is sealed: no process has it mapped writable, or can."""
     version: VersionKey | None = None
-    """The weights version whose memory the copy is, or was; None: it has memory of its own."""
+    """The weights version whose memory the copy is, or was; None: separate memory."""
     hash: str = ""
     """The BLAKE3 of the bytes in hex; empty: not known yet."""
     is_base: bool = False
-    """Whether tenants share the copy, which was a registered base when they came to share it."""
+    """Whether tenants share the copy; it was a registered frozen base when they started to."""
     state: State = State.HOST
     users: list[Rank] = field(default_factory=list)
 
@@ -348,11 +345,11 @@ class HostCopy:
 
     @property
     def next_use_s(self) -> float:
-        """The earliest predicted use of all users; infinite: there is no prediction."""
+        """The earliest predicted use of all users; infinite: no prediction."""
         return min(wpg.next_use_s for wpg in self.wpgs)
 
     def overwritten(self) -> None:
-        """Record that the copy is being overwritten: it is not whole until `Rank.copied`."""
+        """Record that the copy is being overwritten; `Rank.copied` makes it whole again."""
         self.digest, self.is_dirty = "", False
         self.num_writes += 1
 

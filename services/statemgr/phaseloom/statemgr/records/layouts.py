@@ -1,5 +1,4 @@
-"""Layouts of memory as ranks send them: each is decoded once, and a bad one is refused before
-anything happens."""
+"""Layouts of memory as ranks send them. Each is decoded and checked once."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ _OFFSET = attrgetter("offset")
 
 
 class Layouts:
-    """The layouts in use that ranks have sent; equal bytes are decoded, and checked, once."""
+    """The layouts in use; equal bytes are decoded and checked only once."""
 
     def __init__(self) -> None:
         self._alive: WeakValueDictionary[bytes, TensorTable] = WeakValueDictionary()
 
     def read(self, packed: bytes) -> TensorTable:
-        """The decoded layout, which is new or in use already.
+        """Decode a layout, or return the one in use with the same bytes.
 
         Raises: CallerError: the bytes are no table of tensors.
         """
@@ -34,22 +33,21 @@ class Layouts:
 
 
 def rounded(num_bytes: int) -> int:
-    """`num_bytes` rounded up to whole pages, in bytes; at least one page."""
+    """Round up to whole pages, at least one."""
     return max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
 
 
 def exhausted(needed_bytes: int, used_bytes: int, budget_bytes: int) -> dict[str, int]:
-    """The numbers for the details of a refusal for lack of memory."""
+    """Details of an error for lack of memory."""
     return {"needed_bytes": needed_bytes, "used_bytes": used_bytes, "budget_bytes": budget_bytes}
 
 
 def check_layout(tensors: TensorTable | list[TensorSlot], num_bytes: int) -> None:
     """Check that the tensors of a layout fit `num_bytes`.
 
-    Raises: CallerError: a name comes twice, or a tensor is misaligned, overlaps another or is out
-            of bounds; the error names the tensor.
-    Cost:   O(n log n) in tensors; a good `TensorTable` is gone through once, however often it is
-            checked.
+    Raises: CallerError, naming the tensor: a name occurs twice, or a tensor is misaligned, overlaps
+            another or is out of bounds.
+    Cost:   O(n log n) in tensors. A valid `TensorTable` is walked only once.
     """
     if isinstance(tensors, TensorTable):
         if tensors.end is not None and tensors.end <= num_bytes:

@@ -1,11 +1,11 @@
-"""The manifest: what the next daemon must know of this one, as a record that survives a kill.
+"""The manifest: the record of what this daemon holds, from which the next one continues after a
+kill.
 
     magic (8 bytes) | generation (uint64) | length (uint64) | xxh3-128 (16 bytes) | `Manifest`
 
-Records are written in turn to two places, so that a kill in the middle of a write leaves the
-record before. The checksum covers generation and payload. Where both records are whole, the one of
-the higher generation counts. What a record says of memory is never taken for granted: the memory is
-verified by digest.
+Records are written alternately to two slots, so that a kill during a write leaves the older record
+intact. The checksum covers generation and payload. If both records are whole, the higher generation
+counts. A record's claims about memory are never trusted: the memory is verified by digest.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class RankEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WpgEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One incarnation that is alive, with its ranks."""
+    """One live incarnation with its ranks."""
 
     key: DeploymentKey
     incarnation: int
     seal_seq: int
     epoch: int
     prepared: int | None
-    """The seq of the prepared seal, whose host copies are kept; None: no seal is prepared."""
+    """The seq of the prepared seal, whose host copies must not be overwritten, if any."""
     sealed: set[int]
     ranks: list[RankEntry]
     rank_offset: int
@@ -67,7 +67,7 @@ class WpgEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class VersionEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A weights version that is in host memory; the others are found on disk."""
+    """A weights version in host memory. Those on disk are found there."""
 
     key: VersionKey
     num_bytes: int
@@ -97,22 +97,22 @@ class CopyEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
-    """All that a state manager holds in host memory, as the next one finds it."""
+    """All that a state manager holds in host memory."""
 
     endpoint: str
-    """host:port at which other nodes were told to fetch versions."""
+    """host:port at which other nodes fetch versions."""
     fences: list[tuple[DeploymentKey, int]]
-    """The newest incarnation ever seen of each deployment."""
+    """Newest incarnation ever seen of each deployment."""
     wpgs: list[WpgEntry]
     versions: list[VersionEntry]
     host_copies: list[CopyEntry]
     snapshots: list[Snapshot]
     seals: list[HostSeal]
-    """The seals that are in host memory; the others are found on disk."""
+    """Seals in host memory. Those on disk are found there."""
 
 
 def manifest_of(records: Records, endpoint: str = "") -> Manifest:
-    """The manifest of all that a node holds in host memory now."""
+    """Describe all that a node holds in host memory now."""
     wpgs = []
     for wpg in records.residency.alive():
         ranks = [
@@ -139,7 +139,7 @@ def manifest_of(records: Records, endpoint: str = "") -> Manifest:
 
 
 def _entry_of(kind: type[E], record: object, **extra: object) -> E:
-    """The entry of a record: its attributes with the names of the entry's fields, and `more`."""
+    """The entry of a record: its attributes with the names of the entry's fields, and `extra`."""
     names = (name for name in kind.__struct_fields__ if name not in extra)
     return kind(**{name: getattr(record, name) for name in names}, **extra)
 
@@ -166,15 +166,15 @@ def decode_manifest(payload: bytes) -> Manifest:
 
 
 def encode_record(generation: int, payload: bytes) -> bytes:
-    """A record of an encoded manifest, in the format of the module's docstring."""
+    """Encode a record in the format of the module's docstring."""
     digest = xxhash.xxh3_128_digest(_GENERATION.pack(generation) + payload)
     return _PREFIX.pack(MAGIC, generation, len(payload), digest) + payload
 
 
 def newest_record(slots: Iterable[bytes]) -> tuple[int, bytes] | None:
-    """Generation and payload of the newest record that is whole; None: no record is.
+    """Generation and payload of the newest whole record, if any.
 
-    Args: places: the bytes of each place; bytes after the record do not matter.
+    Args: slots: the bytes of each slot; bytes after the record do not matter.
     """
     records = [record for place in slots if (record := _decode(place)) is not None]
     return max(records, default=None)

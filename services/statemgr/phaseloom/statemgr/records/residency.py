@@ -1,12 +1,12 @@
-"""The deployments on this node, which of them are in device memory, and whether a switch fits.
+"""The deployments on this node, those in device memory, and the plans of switches.
 
-Pure: the shell asks for a plan, moves the memory, and reports each step. The table of
-steps is in `incarnations.py`.
+Pure: the shell requests a plan, moves the memory, and reports each step. `incarnations.py` has the
+table of steps.
 
-Invariants (`validate`): the heaps that are in device memory, or on their way in or out, never
-exceed its budget; of each deployment only the newest incarnation and epoch is obeyed; a host copy
-that is being sealed is neither overwritten nor demoted; a lost incarnation keeps no memory but
-what a seal still needs; all ranks of an incarnation are lost together.
+Invariants (`validate`): heaps in device memory, or on their way in or out, never exceed its budget;
+only the newest incarnation and epoch of a deployment is obeyed; a host copy that is being sealed is
+neither overwritten nor demoted; a lost incarnation keeps only the memory that a seal still needs;
+all ranks of an incarnation are lost together.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MODEL = re.compile(r"([0-9a-f]{64})?")
 
 @dataclass(frozen=True, slots=True)
 class SwitchPlan:
-    """The ranks to offload and the ranks to load so that `wpg` is switched in."""
+    """The ranks to offload and to load so that `wpg` is switched in."""
 
     wpg: Wpg
     offload: list[Rank]
@@ -49,18 +49,18 @@ class SwitchPlan:
 
 
 class Residency:
-    """The table of deployments and devices. Every mutation goes through its methods."""
+    """The table of deployments and devices. Every change goes through its methods."""
 
     def __init__(
         self, device_budget_bytes: list[int], frozen_bases: Mapping[str, str] | None = None
     ) -> None:
-        """Args: frozen_bases: as the bases of `HostCopies`."""
+        """Args: frozen_bases: see `HostCopies`."""
         self.device_budget_bytes = device_budget_bytes
         self.copies = HostCopies(frozen_bases or {})
         self._wpgs: dict[DeploymentKey, Wpg] = {}
         self._tokens: dict[str, Rank] = {}
         self._fences: dict[DeploymentKey, int] = {}
-        """The newest incarnation ever seen of each deployment."""
+        """Newest incarnation ever seen of each deployment."""
         self._retired: set[Wpg] = set()
         """Lost or replaced incarnations that still hold memory."""
         self._num_uses = 0
@@ -68,11 +68,9 @@ class Residency:
     # --- who is here ---
 
     def register(self, request: RegisterWpg) -> Wpg | None:
-        """Register an incarnation, whose ranks will come with their tokens.
+        """Register an incarnation; its ranks will come with their tokens. Idempotent.
 
-        Registering the same incarnation again changes nothing.
-
-        Returns: the older incarnation that it replaces, now lost; None: there was none.
+        Returns: the older incarnation that it replaces, now lost, if any.
         Raises:  CallerError: a bad name, device or token. ResourceError: ABORTED: the incarnation
                  is fenced.
         """
@@ -146,7 +144,7 @@ class Residency:
     def drop(self, key: DeploymentKey, incarnation: int) -> Wpg | None:
         """End the deployment's current incarnation, unless it is newer than the given one.
 
-        Returns: the incarnation that was ended, now lost; None: there was none to end.
+        Returns: the incarnation that was ended, now lost, if any.
         """
         wpg = self._wpgs.get(key)
         if wpg is None or wpg.incarnation > incarnation:
@@ -154,7 +152,7 @@ class Residency:
         return self._remove(wpg)
 
     def forget(self, key: DeploymentKey) -> None:
-        """Drop the fence of a deployment that will never come again, so that the table stays
+        """Drop the fence of a deployment that will never come back, so that the table stays
         small."""
         if key not in self._wpgs:
             self._fences.pop(key, None)
@@ -169,7 +167,7 @@ class Residency:
     def lose(self, wpg: Wpg) -> None:
         """Mark all ranks of an incarnation as lost. Idempotent.
 
-        Their device memory counts as free; their host memory is freed by `reap`.
+        Their device memory counts as free at once; `reap` frees their host memory.
         """
         for rank in wpg.ranks:
             if rank.state is not State.LOST:
@@ -180,13 +178,12 @@ class Residency:
                 self._retired.add(wpg)
 
     def reap(self, wpg: Wpg) -> tuple[list[int], list[HostCopy]]:
-        """Take from an incarnation the memory that nothing needs any more.
+        """Detach from an incarnation the memory that nothing needs: all memory of a lost
+        incarnation, or the snapshots of a seal that has ended. Does nothing while a seal is
+        prepared.
 
-        This is all memory of a lost incarnation, or the snapshots of a seal that is over. While a
-        seal is prepared there is none.
-
-        Returns: the extents beside host copies, and the host copies without a user; the caller
-                 frees both.
+        Returns: extents other than host copies, and host copies without a user; the caller frees
+                 both.
         """
         if wpg.prepared is not None:
             return [], []
@@ -207,26 +204,27 @@ class Residency:
     # --- after a kill of the daemon before ---
 
     def fence(self, key: DeploymentKey, incarnation: int) -> None:
-        """Refuse all incarnations older than this one from now on."""
+        """Refuse all older incarnations from now on."""
         self._fences[key] = max(incarnation, self._fences.get(key, 0))
 
     def take_over(self, wpg: Wpg) -> None:
-        """Take over an incarnation of the daemon before; the caller restores its ranks' fields."""
+        """Adopt an incarnation of the previous daemon. The caller restores the fields of its
+        ranks."""
         assert wpg.key not in self._wpgs
         self.fence(wpg.key, wpg.incarnation)
         self._wpgs[wpg.key] = wpg
         self._tokens.update({rank.token: rank for rank in wpg.ranks})
 
     def resume(self, rank: Rank, state: State) -> None:
-        """Record where the state of a rank is that has come back."""
+        """Record where the state of a returned rank is."""
         _check_alive(rank.wpg)
         rank.history.append(f"{rank.state} → {state} (resumed)")
         rank.state = state
 
     def reset(self, rank: Rank) -> int | None:
-        """Await a rank afresh that has no host copy, and registers its heap again.
+        """Return a rank without a host copy to AWAITING; it registers its heap again.
 
-        Returns: the extent that the rank had, which the caller frees; None: it had none.
+        Returns: the extent that the rank had, if any; the caller frees it.
         """
         assert rank.copy is None
         extent, rank.new_extent = rank.new_extent, None
@@ -252,7 +250,7 @@ class Residency:
         return [wpg for _, wpg in sorted(self._wpgs.items()) if not wpg.is_lost]
 
     def find(self, key: DeploymentKey) -> Wpg | None:
-        """The deployment's current incarnation, which may be lost; None: it is not here."""
+        """The deployment's current incarnation, which may be lost, if any."""
         return self._wpgs.get(key)
 
     def is_alive(self, key: DeploymentKey, incarnation: int | None) -> bool:
@@ -260,7 +258,7 @@ class Residency:
         return wpg is not None and wpg.incarnation == incarnation and not wpg.is_lost
 
     def newest(self, key: DeploymentKey) -> int:
-        """The newest incarnation of the deployment that was ever here; 0: none was."""
+        """The newest incarnation of the deployment that was ever here; 0: none."""
         return self._fences.get(key, 0)
 
     def fences(self) -> list[tuple[DeploymentKey, int]]:
@@ -273,14 +271,13 @@ class Residency:
     # --- heaps and switches ---
 
     def check_heap(self, rank: Rank, request: RegisterHeap, table: TensorTable) -> None:
-        """Check that a rank may register this heap, with scratch memory beside it.
+        """Check that a rank may register this heap and its scratch memory.
 
         Args:   table: the heap's layout.
         Raises: CallerError: the layout is bad, a size is negative, the model's hash is no BLAKE3 in
-                hex, a frozen heap has state in host memory alone, or the rank has registered
-                already.
-                ResourceError: RESOURCE_EXHAUSTED, with the numbers: the heap does not fit on its
-                device even alone.
+                hex, a frozen heap has host-only state, or the rank has registered already.
+                ResourceError: RESOURCE_EXHAUSTED, with the numbers: the heap alone exceeds its
+                device.
         """
         if rank.state is not State.AWAITING:
             raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
@@ -302,7 +299,7 @@ class Residency:
     def register_heap(
         self, rank: Rank, request: RegisterHeap, table: TensorTable, extent: int
     ) -> None:
-        """Record the heap that an awaited rank has registered, and the extent that it was given."""
+        """Record the heap of an awaited rank, and the extent that the rank got for it."""
         self.step(rank, Step.HEAP_REGISTERED)
         rank.heap_bytes, rank.table = request.heap_bytes, table
         rank.host_bytes, rank.scratch_bytes = request.host_bytes, request.scratch_bytes
@@ -321,10 +318,11 @@ class Residency:
             rank.copied(applied, digest)
 
     def take_new(self, rank: Rank, applied: int, digest: str) -> HostCopy:
-        """Make the bytes in a frozen rank's `new_extent` its host copy; it has left the one before.
+        """Make the bytes in a frozen rank's `new_extent` its host copy. It has left the old one
+        already.
 
-        Args:    applied: the seq of the state in the extent. digest: the digest of the bytes.
-        Returns: the new copy.
+        Args: applied: the seq of the state in the extent.
+              digest: of the bytes.
         """
         assert rank.new_extent is not None
         extent, rank.new_extent = rank.new_extent, None
@@ -339,14 +337,13 @@ class Residency:
         displaces: list[DeploymentKey],
         ranks: list[int] | None = None,
     ) -> SwitchPlan:
-        """Plan a switch, before anything is moved.
+        """Plan a switch, before anything moves.
 
-        Deployments that are displaced leave the devices of the newcomer; their ranks on other
-        devices stay.
+        Displaced deployments leave only the devices that the newcomer needs.
 
         Args:   ranks: the ranks of the deployment to load; None or empty: all.
         Raises: ResourceError: ABORTED: the epoch or incarnation is stale; RESOURCE_EXHAUSTED, with
-                the numbers: it does not fit on a device; UNAVAILABLE: a rank is gone. CallerError:
+                the numbers: it does not fit on a device; UNAVAILABLE: a rank has left. CallerError:
                 the deployment cannot be switched now.
         """
         wpg = self.current(key, incarnation)
@@ -369,7 +366,7 @@ class Residency:
                     field="displaces",
                 )
             if displaced.epoch > epoch:
-                # A command that was lost on its way and comes again, after others have followed.
+                # A redelivered command that later ones have overtaken.
                 raise ResourceError(
                     f"epoch {epoch} of {wpg} is over: {displaced} was switched in at "
                     f"{displaced.epoch}",
@@ -384,14 +381,13 @@ class Residency:
         return SwitchPlan(wpg, offload, load)
 
     def plan_switch_out(self, key: DeploymentKey, incarnation: int, epoch: int) -> list[Rank]:
-        """The ranks to offload; empty where all are offloaded already."""
+        """The ranks to offload; empty: all are offloaded already."""
         wpg = self.current(key, incarnation)
         self._enter_epoch(wpg, epoch)
         self.check_ready(wpg)
         return wpg.on_device
 
     def begin_load(self, rank: Rank) -> None:
-        """Record that the load of a rank begins."""
         assert not rank.is_below, f"{rank} is loaded from NVMe"
         if rank.state is State.HOST:
             used_bytes = self.device_used_bytes(rank.device)
@@ -399,9 +395,9 @@ class Residency:
         self.step(rank, Step.LOAD_BEGUN)
 
     def begin_copy_out(self, rank: Rank, *, release: bool) -> None:
-        """Record that the host copy of a resident rank is about to be renewed.
+        """Record that a resident rank starts to copy to its host copy.
 
-        Args:   release: whether the rank is offloaded; else it stays resident.
+        Args:   release: whether the rank is offloaded; otherwise it stays resident.
         Raises: InternalError: the host copy is being sealed and must not be overwritten.
                 ResourceError: the rank is lost.
         """
@@ -418,9 +414,10 @@ class Residency:
             rank.copy.overwritten()
 
     def finish_copy_out(self, rank: Rank, applied: int, digest: str = "") -> None:
-        """Record that the host copy of a rank is whole, and the rank offloaded if it was to be.
+        """Record that the host copy of a rank is whole, and the rank offloaded if that was the
+        purpose.
 
-        Args:   digest: that of the host copy; empty: it is yet to be taken.
+        Args: digest: of the host copy; empty: not taken yet.
         """
         if rank.state is State.OFFLOADING:
             self.step(rank, Step.OFFLOAD_VERIFIED)
@@ -434,10 +431,10 @@ class Residency:
         rank.copied(rank.applied, digest)
 
     def step(self, rank: Rank, step: Step) -> None:
-        """Take a step of the transition table.
+        """Apply a step of the transition table.
 
-        Raises: ResourceError: the rank is lost. InvalidTransition: the table does not have the step
-                from the rank's state.
+        Raises: ResourceError: the rank is lost. InvalidTransition: the table does not have the
+                step.
         """
         _check_alive(rank.wpg)
         state = following(rank, step)
@@ -448,8 +445,8 @@ class Residency:
 
     @contextmanager
     def using(self, *wpgs: Wpg) -> Iterator[None]:
-        """Keep the host copies that are in host memory from being demoted within the block, which
-        counts as a use of the deployments."""
+        """Keep host copies from being demoted within the block. This counts as a use of the
+        deployments."""
         for wpg in wpgs:
             self._num_uses += 1
             wpg.num_users += 1
@@ -494,21 +491,20 @@ class Residency:
         wpg.prepared.is_writing = True
 
     def end_seal(self, wpg: Wpg) -> None:
-        """End a seal that is written, has failed or was given up: its host copies may be
-        overwritten again."""
+        """End a seal that was written, failed or was given up. Its host copies may be overwritten
+        again."""
         wpg.prepared = None
 
     def unwritten_seals(self) -> list[Wpg]:
-        """The incarnations with a seal that is prepared and not being written; once the agent is
-        gone, nobody will write it."""
+        """Incarnations with a prepared seal that is not being written. Once the agent has left,
+        nobody will write it."""
         every = [*self._wpgs.values(), *self._retired]
         return [w for w in every if w.prepared is not None and not w.prepared.is_writing]
 
     # --- looking ---
 
     def device_used_bytes(self, device: int) -> int:
-        """Bytes of the heaps on a device and of their scratch memory, those on their way in or out
-        included."""
+        """Bytes of heaps and scratch memory on a device, including heaps on their way in or out."""
         return sum(
             rank.device_bytes
             for wpg in self._wpgs.values()
@@ -541,12 +537,12 @@ class Residency:
         ]
 
     def extents(self) -> list[int]:
-        """The extents of all ranks beside their host copies, and those that they have borrowed;
-        with those of lost incarnations."""
+        """The extents of all ranks other than host copies, including loans and lost
+        incarnations."""
         return [extent for rank in self._every() for extent in rank.extents + rank.borrowed]
 
     def _every(self) -> Iterator[Rank]:
-        """All ranks that may hold memory, with those of lost incarnations."""
+        """All ranks that may hold memory, including those of lost incarnations."""
         for wpg in {*self._wpgs.values(), *self._retired}:
             yield from wpg.ranks
 
@@ -616,20 +612,20 @@ def _fenced(key: DeploymentKey, incarnation: int, newest: int) -> ResourceError:
 
 
 def _check_alive(wpg: Wpg) -> None:
-    """Raises: ResourceError: the incarnation is lost, and with it all of its ranks."""
+    """Raises: ResourceError: the incarnation is lost."""
     if wpg.is_lost:
         raise ResourceError(f"{wpg} has lost its rank", remedy="start a new incarnation")
 
 
 def _bytes_above(rank: Rank) -> int:
-    """Bytes of host memory that a rank's host copy takes, with what the rank has borrowed; a frozen
-    rank has two copies while a new one is made."""
+    """Host memory of a rank's host copies and loans. A frozen rank has two copies while a new one
+    is made."""
     num_copies = (rank.new_extent is not None) + (rank.copy is not None and not rank.is_below)
     return rank.extent_bytes * num_copies + rank.borrowed_bytes
 
 
 def _shares(rank: Rank) -> bool:
-    """Whether the host copy's bytes have another user, or are those of a weights version."""
+    """Whether the host copy has another user, or is the memory of a weights version."""
     return rank.copy is not None and (len(rank.copy.users) > 1 or rank.copy.version is not None)
 
 

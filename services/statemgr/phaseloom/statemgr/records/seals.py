@@ -1,4 +1,4 @@
-"""Seals: those in host memory, their headers, and which of them may be deleted."""
+"""Seals: those in host memory, their headers, and the choice of those to delete."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class HostSeal:
 
     @property
     def name(self) -> str:
-        """The name of the seal's memory, in errors."""
+        """The seal's name in errors."""
         return f"seal {self.seq} of {self.key} in host memory"
 
 
 class HostSeals(dict[tuple[DeploymentKey, int], HostSeal]):
-    """The seals in host memory, by deployment and seq."""
+    """Seals in host memory, by deployment and seq."""
 
     def of(self, key: DeploymentKey) -> list[HostSeal]:
         return [seal for seal in self.values() if seal.key == key]
@@ -44,8 +44,9 @@ def seal_header(
 ) -> StateHeader:
     """The header of a seal, or of a node's part of a checkpoint.
 
-    Args: sections: the sections of this node's ranks, in order. rank_offset: the first of these
-          ranks. num_ranks: the number of ranks on all nodes; 0: this node has all of them.
+    Args: sections: the sections of this node's ranks, in order.
+          rank_offset: the first of these ranks.
+          num_ranks: ranks on all nodes; 0: this node has all of them.
     """
     header = StateHeader("seal", deployment, seq, sections)
     if num_ranks <= len(sections):
@@ -54,12 +55,11 @@ def seal_header(
 
 
 def section_of(rank: Rank, first: Place) -> Section:
-    """The section of a seal that a rank's memory is filled from.
+    """The section of a seal that belongs to a rank.
 
     Args:   first: the place of the seal's first section.
-    Raises: ResourceError: DATA_LOSS: the file is of another node's ranks. CallerError:
-            FAILED_PRECONDITION, with the numbers: the deployment has another layout than the
-            sealed one.
+    Raises: ResourceError: DATA_LOSS: the file has another node's ranks. CallerError:
+            FAILED_PRECONDITION, with the numbers: the deployment has another layout than the seal.
     """
     header, file, wpg = first.header, first.file, rank.wpg
     if not header.is_of(wpg.rank_offset, wpg.num_ranks):
@@ -91,11 +91,11 @@ def section_of(rank: Rank, first: Place) -> Section:
 
 
 def superseded_seals(seqs: list[int], written: int, committed: int) -> list[int]:
-    """Seals that may be deleted once one was written: all but that one, the one before it, and the
+    """Seals that may be deleted after one was written: all but that one, the one before it, and the
     committed one.
 
-    Seals above the written one are of an abandoned course of events: this incarnation has not come
-    so far.
+    Seals above the written one were made by an earlier incarnation, whose history this one does not
+    continue.
     """
     before = max((seq for seq in seqs if seq < written), default=0)
     return [seq for seq in sorted(seqs) if seq not in {written, before, committed}]

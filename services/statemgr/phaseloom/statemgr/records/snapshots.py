@@ -21,7 +21,7 @@ class SnapshotPart:
     num_bytes: int
     table: TensorTable = field(repr=False)
     checksums: bytes | None = field(default=None, repr=False)
-    """The checksums of the state's blocks (`blockhash`); None: they are yet to be taken."""
+    """Checksums of the state's blocks (`blockhash`); None: not taken yet."""
 
     @property
     def tensors(self) -> list[TensorSlot]:
@@ -34,14 +34,14 @@ class Snapshot:
     incarnation: int
     operation: str
     name: str
-    """The name of the checkpoint that the snapshot is for."""
+    """The name of the checkpoint."""
     seq: int
     parts: list[SnapshotPart]
     """The states of this node's ranks, in order."""
     rank_offset: int = 0
-    """The number of this node's first rank among those of all nodes."""
+    """Number of this node's first rank, counted over all nodes."""
     num_ranks: int = 0
-    """The number of ranks on all nodes."""
+    """Ranks on all nodes."""
 
     @classmethod
     def of(
@@ -52,7 +52,7 @@ class Snapshot:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the snapshot has all ranks: no other node has a part of it."""
+        """Whether the snapshot has all ranks, so that no other node has a part of it."""
         return self.num_ranks <= len(self.parts)
 
     @property
@@ -64,7 +64,7 @@ class Snapshot:
 
 
 class Snapshots(dict[tuple[DeploymentKey, str], Snapshot]):
-    """The snapshots in host memory, by deployment and operation."""
+    """Snapshots in host memory, by deployment and operation."""
 
     def of(self, key: DeploymentKey) -> list[Snapshot]:
         return [snapshot for snapshot in self.values() if snapshot.key == key]

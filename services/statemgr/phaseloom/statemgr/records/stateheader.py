@@ -1,7 +1,4 @@
-"""What a state file says of itself: its header, its sections, and the place of each in it.
-
-`disk/statefile.py` writes and reads these.
-"""
+"""The header of a state file, and its sections. `disk/statefile.py` writes and reads them."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ class Section(msgspec.Struct, frozen=True, omit_defaults=True):
     num_bytes: int
     tensors: list[TensorSlot]
     digest: str
-    """The digest of the memory; empty: it is not known before the section is written."""
+    """Empty: not known before the section is written."""
     blocks: bytes = b""
     """The xxh3-64 of each block, 8 bytes each; empty: the section is not written yet."""
 
@@ -42,24 +39,22 @@ class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str
     """`seal`, `version` or `copy` (a host copy)."""
     deployment: DeploymentKey
-    """The deployment of a seal or a host copy; the policy of a version."""
+    """The deployment of a seal or host copy; the policy of a version."""
     seq: int
-    """The seq of the last mutating operation in a seal or a host copy; the seq of the publish of a
-    version."""
+    """Of the last mutating operation in a seal or host copy; of the publish of a version."""
     parts: list[Section]
-    """The sections, in the order of ranks: one, except in seals of several ranks."""
+    """Sections in the order of ranks: one, except in seals of several ranks."""
     block_bytes: int = 0
     rank_offset: int = 0
-    """The number of a seal's first rank, among the deployment's ranks on all nodes."""
+    """Number of a seal's first rank, counted over all nodes."""
     num_ranks: int = 0
-    """The number of the deployment's ranks on all nodes; 0: the seal has them all."""
+    """Ranks of the deployment on all nodes; 0: the seal has them all."""
     part: str = ""
-    """The name of the part, where a version is written in parts; empty: the file holds all of the
-    version, or its manifest."""
+    """The name of the part of a version; empty: the file has the whole version, or its manifest."""
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all sections, without the gaps between them."""
+        """Bytes of all sections, without the gaps between them."""
         return sum(part.num_bytes for part in self.parts)
 
     @property
@@ -68,21 +63,21 @@ class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def digest(self) -> str:
-        """The digest of the memory; for several sections, the xxh3-128 of their digests, in hex."""
+        """The digest of the memory. For several sections: the xxh3-128 of their digests, in hex."""
         if len(self.parts) == 1:
             return self.parts[0].digest
         return xxhash.xxh3_128("".join(part.digest for part in self.parts)).hexdigest()
 
     def is_of(self, rank_offset: int, num_ranks: int) -> bool:
-        """Whether the file holds the ranks from `rank_offset` on, or does not say which it holds.
+        """Whether the file has the ranks from `rank_offset` on, or does not record its ranks.
 
-        Args: num_ranks: the number of ranks on all nodes; 0: any ranks will do.
+        Args: num_ranks: ranks on all nodes; 0: any ranks will do.
         """
         is_said = self.num_ranks and num_ranks
         return not is_said or (self.rank_offset, self.num_ranks) == (rank_offset, num_ranks)
 
     def with_blocks(self, block_bytes: int, blocks: list[bytes]) -> StateHeader:
-        """The header as it is written, with the digests that follow from the blocks' checksums.
+        """The final header, with the digests that follow from the blocks' checksums.
 
         Args: blocks: the checksums of the blocks of each part.
         """
@@ -95,14 +90,14 @@ class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a part in a state file."""
+    """The location of a section in a state file."""
 
     file: str
     header: StateHeader
     index: int
-    """The number of the part in the file."""
+    """The number of the section."""
     offset: int
-    """The offset in the file at which the part begins."""
+    """Offset in the file."""
 
     @property
     def part(self) -> Section:
@@ -110,11 +105,11 @@ class Place:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks of the part."""
+        """Number of blocks."""
         return num_blocks(self.part.num_bytes, self.header.block_bytes)
 
     def block_size(self, number: int) -> int:
-        """The size of a block in bytes; the last block may be shorter."""
+        """Size of a block in bytes; the last one may be shorter."""
         size = self.header.block_bytes
         return min(size, self.part.num_bytes - number * size)
 
@@ -122,8 +117,8 @@ class Place:
         return self.part.blocks[number * CHECKSUM_BYTES :][:CHECKSUM_BYTES]
 
     def loss(self, reason: str, start: int, end: int) -> ResourceError:
-        """The DATA_LOSS error for the bytes from `start` to `end` of the part, with the names of
-        the tensors there."""
+        """The DATA_LOSS error for bytes `start` to `end` of the section, which names the tensors
+        there."""
         named = names_within(self.part.tensors, start, end)
         return data_loss(
             self.file,
@@ -146,7 +141,7 @@ def data_loss(file: str, reason: str, **details: object) -> ResourceError:
 
 
 def names_within(tensors: Sequence[TensorSlot | Entry], start: int, end: int) -> str:
-    """The names of the tensors that overlap these bytes, as text for people."""
+    """Names of the tensors that overlap these bytes, for people."""
     hit = [t for t in tensors if t.offset < end and start < t.offset + t.num_bytes]
     named = ", ".join(slot.name for slot in hit[:_MAX_NAMED]) or "no tensor"
     return f"{named} and {len(hit) - _MAX_NAMED} more" if len(hit) > _MAX_NAMED else named

@@ -1,9 +1,9 @@
 """Weights versions on this node: immutable copies of weights, in host memory, on disk, or both.
 
-Invariants (`validate`): a version is readable only when committed; a committed version never
-changes; a version that is in use (being read, sent or written to disk) keeps its memory until its
-last user is done, also after it was dropped. Where a version is written in parts, its manifest has
-the version's key, and a part is readable only where the manifest is committed.
+Invariants (`validate`): only committed versions are readable; a committed version never changes; a
+version in use (being read, sent or written to disk) keeps its memory until its last user is done,
+even if it is dropped. If a version is written in parts, its manifest has the version's key, and the
+parts are readable only once the manifest is committed.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ class Version:
     num_bytes: int
     table: TensorTable = field(repr=False)
     digest: str = ""
-    """The digest of the content; empty until the version is committed."""
+    """Empty until the version is committed."""
     extent: int | None = None
     """The extent of host memory that holds the version; None: it is on disk only."""
     incarnation: int | None = None
-    """The incarnation of the policy that writes, or wrote, the version here; None: it was fetched
-    or read from disk."""
+    """The incarnation of the policy that wrote the version here; None: it was fetched, or read from
+    disk."""
     is_on_disk: bool = False
     users: int = 0
-    """The number of tasks that use the memory now."""
+    """Number of tasks that use the memory now."""
     is_dropped: bool = False
     is_bad: bool = False
-    """Whether the memory is not what was committed; nobody uses that memory again."""
+    """Whether the memory differs from what was committed, so that nobody may reuse it."""
     readers: set[Wpg] = field(default_factory=set, repr=False)
-    """Incarnations whose ranks were given the memory and have not unmapped it."""
+    """Incarnations whose ranks may have the memory mapped."""
     num_openings: int = 0
-    """The number of times that the memory was given to a reader."""
+    """Number of times that a reader opened the memory."""
     verified_for: CommandId | None = None
-    """The permit for which the memory was verified last."""
+    """The permit that the memory was last verified for."""
     is_ahead: bool = False
-    """Whether the version was fetched ahead, and no operation has asked for it yet."""
+    """Whether the version was prefetched and no operation needs it yet."""
     is_kept: bool = True
-    """Whether the version stays until it is released; False: ranks here have it fetched, so that it
-    may go with the last of them."""
+    """Whether the version stays until it is released. False: ranks here have fetched it, so it may
+    leave with the last of them."""
     end_fetch: Callable[[], None] | None = field(default=None, repr=False)
-    """Ends the fetch that fills the memory; None: none does."""
+    """Ends the fetch that fills the memory, if any."""
 
     def __str__(self) -> str:
         return f"version {self.key}"
@@ -69,7 +69,7 @@ class Version:
         return len(self.table) == 1 and is_manifest(self.tensors)
 
     def check_kept(self) -> None:
-        """Check that the version is still here. Raises: ResourceError: ABORTED: it was dropped."""
+        """Raises: ResourceError: ABORTED: the version was dropped."""
         if self.is_dropped:
             raise ResourceError(f"{self} was dropped", code=Code.ABORTED)
 
@@ -85,7 +85,7 @@ class Versions:
 
     def is_above(self, key: VersionKey) -> bool:
         """Whether the version is whole and in host memory. False for a version in parts: its
-        manifest does not say which of them belong on this node."""
+        manifest does not say which parts this node needs."""
         version = self._versions.get(key)
         if version is None or version.is_manifest:
             return False
@@ -99,7 +99,7 @@ class Versions:
         extent: int,
         incarnation: int | None = None,
     ) -> Version:
-        """Add a version that is to be filled.
+        """Add a version that will be filled.
 
         Raises: CallerError: ALREADY_EXISTS: the version is here already.
         """
@@ -112,15 +112,15 @@ class Versions:
     def add_from_disk(
         self, key: VersionKey, num_bytes: int, tensors: list[TensorSlot], digest: str
     ) -> None:
-        """Add a committed version that was found on disk at start."""
+        """Add a committed version that is on disk."""
         self._versions[key] = Version(
             key, num_bytes, TensorTable.of(tensors), digest, is_on_disk=True
         )
 
     def take_over(self, version: Version) -> bool:
-        """Add a verified version in memory that the previous daemon had; it may be on disk too.
+        """Adopt a verified version in memory of the previous daemon. It may be on disk too.
 
-        Returns: False where the version on disk has other bytes; then that one stays.
+        Returns: False: the version on disk has other bytes, and stays.
         """
         on_disk = self._versions.get(version.key)
         if on_disk is not None and on_disk.digest != version.digest:
@@ -138,8 +138,8 @@ class Versions:
         ]
 
     def is_readable(self, key: VersionKey) -> bool:
-        """Whether all parts of the version are committed, on whichever nodes; a part by itself is
-        not readable."""
+        """Whether all parts of the version are committed, on whichever nodes. A part without the
+        manifest is not readable."""
         if not key.part or key.is_copy:
             return True
         manifest = self._versions.get(key.whole)
@@ -158,8 +158,8 @@ class Versions:
         return [version, *parts]
 
     def bases_of(self, version: Version) -> list[Version]:
-        """The earlier versions of the policy that are in memory in the layout of this one, the
-        newest first; of a part, or of a copy of slices, the same part or slices of them."""
+        """Earlier versions of the policy in memory that have the layout of this one, newest first.
+        For a part or a copy of slices: the same part or slices of earlier versions."""
         key = version.key
         matches = [
             earlier
@@ -174,7 +174,7 @@ class Versions:
         return sorted(matches, key=lambda earlier: earlier.key.seq, reverse=True)
 
     def stale_parts(self, policy: object, seq: int) -> list[Version]:
-        """The parts here of versions before `seq` that were never committed as a whole."""
+        """Parts here of versions before `seq` that were never committed as a whole."""
         return [
             version
             for key, version in self._versions.items()
@@ -189,7 +189,7 @@ class Versions:
         return list(self._versions.values())
 
     def commit(self, version: Version, digest: str) -> None:
-        """Make a version readable, and immutable. Committing the same content again is harmless.
+        """Make a version readable and immutable. Idempotent for the same content.
 
         Raises: CallerError: ALREADY_EXISTS: the version is committed with other bytes.
                 ResourceError: ABORTED: it was dropped meanwhile.
@@ -206,12 +206,12 @@ class Versions:
         version.digest = digest
 
     def opened(self, version: Version, reader: Wpg) -> None:
-        """Note that the reader's ranks may have the memory mapped from now on."""
+        """Record that the reader's ranks may have the memory mapped from now on."""
         version.readers = {wpg for wpg in version.readers if not wpg.is_lost} | {reader}
         version.num_openings += 1
 
     def unused(self) -> list[Version]:
-        """Committed versions in memory that no task here uses; ranks may have them mapped."""
+        """Committed versions in memory that no task here uses. Ranks may have them mapped."""
         return [
             version
             for key, version in self._versions.items()
@@ -223,10 +223,9 @@ class Versions:
         ]
 
     def ahead(self) -> list[Version]:
-        """The versions, parts and copies of slices that were fetched ahead of an operation, or are
-        being fetched, and that no operation has asked for yet; the oldest first. Those that other
-        nodes read are left out, and so are manifests, which are small, and without which no part
-        can be read."""
+        """Versions, parts and copies of slices that were prefetched, or are being prefetched, and
+        that no operation needs yet, oldest first. Excludes those that other nodes read, and
+        manifests, which are small and needed to read any part."""
         return [
             version
             for version in self._versions.values()
@@ -237,7 +236,7 @@ class Versions:
         ]
 
     def leave_memory(self, version: Version) -> int:
-        """Leave a version on disk only. Returns: its extent, to be freed."""
+        """Leave a version on disk only. Returns: its extent, for the caller to free."""
         assert version.is_on_disk
         assert not version.users
         extent, version.extent, version.incarnation = version.extent, None, None
@@ -245,8 +244,8 @@ class Versions:
         return extent
 
     def drop(self, version: Version) -> None:
-        """Drop a version that nobody needs. Idempotent; `reap` then takes its memory from it. A
-        fetch that fills it ends."""
+        """Drop a version that nobody needs, and end its fetch, if any. Idempotent; `reap` returns
+        its memory."""
         if self._versions.get(version.key) is version:
             del self._versions[version.key]
             version.is_dropped = True
@@ -256,8 +255,7 @@ class Versions:
                 version.end_fetch()
 
     def reap(self, version: Version) -> int | None:
-        """Take the memory from a dropped version that has no user. Returns: the extent to park;
-        None: there is none."""
+        """Detach the memory of a dropped version that has no user. Returns: its extent, if any."""
         assert version.users >= 0
         if not version.is_dropped or version.users:
             return None
@@ -266,7 +264,7 @@ class Versions:
         return extent
 
     def unfinished(self, policy: object, incarnation: int) -> list[VersionKey]:
-        """Versions, and parts, that this incarnation of a policy has begun and not committed as a
+        """Versions and parts that this incarnation of a policy has begun and not committed as a
         whole."""
         return [
             key
@@ -298,7 +296,7 @@ class Versions:
         return [version.extent for version in every if version.extent is not None]
 
     def validate(self) -> None:
-        """Check the invariants. Raises: AssertionError: one does not hold."""
+        """Raises: AssertionError: an invariant of this module does not hold."""
         for key, version in self._versions.items():
             assert version.key == key
             assert not version.is_dropped

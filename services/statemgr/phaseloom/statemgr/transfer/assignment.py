@@ -1,11 +1,10 @@
 """Chunk assignment: which node of a site fetches which boxes of a part over the slow link.
 
-Pure. A source has one `Assignment` for each part and each other site. A peer says which boxes it
-needs; these may overlap in any way the boxes that other peers of its site need. The peer is
-assigned the bytes that no peer was assigned yet, and takes the rest from the peers that they were
-assigned to. So each byte crosses the slow link once; bytes are assigned again only where a peer did
-not deliver them. Fast peers fetch more than slow ones, and a peer that comes late finds everything
-at its peers.
+Pure. A source has one `Assignment` for each part and each remote site. Peers request boxes, which
+may overlap each other in any way. A peer is assigned the bytes that no peer has yet, and gets the
+rest from the peers that they were assigned to. So each byte crosses the slow link once, and again
+only if a peer does not deliver it. Fast peers fetch more than slow ones. A peer that comes late
+gets everything from its peers.
 """
 
 from __future__ import annotations
@@ -18,37 +17,37 @@ from typing import NamedTuple
 from phaseloom.statemgr.transfer.tensorslices import Box, Fragment, overlap, subtract
 
 _MAX_FRAGMENTS = 1024
-"""The most fragments into which one box is split."""
+"""Limit for the fragments of one box."""
 
 
 class Peer(NamedTuple):
     """One fetch of one state manager."""
 
     endpoint: str
-    """The address at which the state manager serves what it has fetched."""
+    """The address at which the state manager serves the fetched bytes."""
     session: str
-    """The name of what is fetched: the same on all streams of the fetch, and on a new try."""
+    """Names the fetched content: the same on all streams of the fetch and after a retry."""
 
 
 @dataclass
 class Shares:
-    """The answer to a request: which fragments of its boxes come from where, each byte once."""
+    """The answer to a request: which fragments of its boxes come from where. Each byte comes
+    once."""
 
     num_boxes: int = 0
-    """The number of boxes that are answered, from the first on; the client asks for the others
-    again."""
+    """How many boxes, from the first on, are answered. The client requests the others again."""
     own_boxes: list[Fragment] = field(default_factory=list)
-    """The fragments that come from the source that was asked."""
+    """Fragments that come from this source."""
     peer_boxes: dict[Peer, list[Fragment]] = field(default_factory=dict)
-    """The fragments that come from peers, by the peer that they were assigned to."""
+    """Fragments that come from peers, by the peer that they were assigned to."""
 
 
 @dataclass
 class Assignment:
-    """The record of which bytes of one part were assigned to which peer of one site."""
+    """Which bytes of one part were assigned to which peer of one site."""
 
     _assigned: dict[str, _Assigned] = field(default_factory=dict)
-    """The assigned boxes of each tensor, by the tensor's name."""
+    """Assigned boxes by tensor."""
 
     def assign(
         self,
@@ -57,10 +56,10 @@ class Assignment:
         failed: Collection[Peer],
         peer: Peer,
     ) -> Shares:
-        """Divide as many of the boxes as it takes to assign about `limit_bytes` to the peer.
+        """Divide as many boxes as needed to assign about `limit_bytes` to the peer.
 
-        Args: boxes: boxes inside their tensors, with the number of bytes of each.
-              failed: peers that did not deliver: what they were assigned is assigned anew.
+        Args: boxes: boxes inside their tensors, each with its number of bytes.
+              failed: peers that did not deliver; their boxes are assigned again.
         """
         shares = Shares()
         assigned_bytes = 0
@@ -73,7 +72,7 @@ class Assignment:
             if assigned_bytes > limit_bytes and shares.own_boxes:
                 break
             if not peer_boxes:
-                own = [box]  # stays in one
+                own = [box]  # not split
             shares.num_boxes += 1
             shares.own_boxes += [(number, fragment) for fragment in own]
             for fragment, holder in peer_boxes:
@@ -85,19 +84,19 @@ class Assignment:
 
 @dataclass
 class _Assigned:
-    """Disjoint boxes of one tensor and their peers, sorted by their start along the first dim."""
+    """Disjoint boxes of one tensor and their peers, sorted by start along the first dim."""
 
     _starts: list[int] = field(default_factory=list)
     _boxes: list[tuple[Box, Peer]] = field(default_factory=list)
     _longest: int = 0
-    """The length of the longest of all boxes along the first dim."""
+    """Length of the longest box along the first dim."""
 
     def near(self, box: Box) -> list[tuple[Box, Peer]]:
-        """The assigned boxes that may overlap this one, and a few that do not."""
+        """Assigned boxes that may overlap this one, and a few that do not."""
         return self._boxes[self._nearby(box)]
 
     def add(self, box: Box, peer: Peer) -> None:
-        """Assign a box to a peer, also where others had it."""
+        """Assign a box to a peer, replacing earlier assignments."""
         nearby = self._nearby(box)
         near = self._boxes[nearby]
         boxes = [
@@ -119,7 +118,7 @@ class _Assigned:
 def _divide(
     assigned: Iterable[tuple[Box, Peer]], box: Box, failed: Collection[Peer], peer: Peer
 ) -> tuple[list[Box], list[tuple[Box, Peer]]]:
-    """The fragments of a box that this peer is to fetch, and those that other peers have."""
+    """Divide a box into fragments for this peer and fragments that other peers have."""
     unassigned = [box]
     own_boxes: list[Box] = []
     peer_boxes: list[tuple[Box, Peer]] = []

@@ -1,16 +1,16 @@
-"""The difference between two weights versions, as their changed elements.
+"""The difference between two weights versions, as their changed elements. Pure.
 
-Pure. A step with a small learning rate leaves most weights in bfloat16 as they are, and changes the
-others by little; the changed ones are scattered, so that nearly every block of some KiB has one. So
-a delta has, deflated, how many of each block of 256 elements have changed, and the old value XOR
-the new one of these; then, as they are, their places in the blocks. An element is two bytes,
-whatever the dtype of the tensors is. Applied to the base version's bytes a delta gives the new
-bytes, exactly; a checksum of those, which travels beside it, proves that both ends had the same
-base.
+A step with a small learning rate leaves most bfloat16 weights unchanged and changes the others
+slightly. The changed elements are scattered: nearly every block of a few KiB has one. So a delta
+consists of two parts. The first is deflated: the number of changed elements in each block of 256
+elements, then old XOR new for each changed element. The second is raw: the position of each changed
+element in its block. An element is two bytes for every dtype.
 
-The module computes with numpy, which takes a tenth of a second to import: it is imported with the
-first content of which a sample says that a delta may be worth it. Where numpy is not installed
-(`is_available`), nothing is sent as a delta.
+Applying a delta to the base version's bytes gives exactly the new bytes. A checksum of the new
+bytes travels with it and proves that both ends had the same base.
+
+Importing numpy takes a tenth of a second, so it is imported only once a sample shows that a delta
+may pay off. Without numpy (`is_available`) everything is sent whole.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _BLOCK = 256
-"""Elements in one block: a place in it is one byte."""
+"""Elements in one block, so that a position in the block is one byte."""
 _ELEMENT_BYTES = 2
 _SAMPLES = 256
-"""The elements that are compared first, to see whether most have changed."""
+"""Elements to compare first, as an estimate of how many have changed."""
 _MIN_EVERY = 32
-"""The least number of elements of which one is compared: fewer are all compared at once."""
+"""Take a sample only if it skips at least this many elements; otherwise compare all."""
 _STRATEGY = zlib.Z_HUFFMAN_ONLY
-"""The strategy of Deflate that only uses how frequent each byte is. There are few repeats in the
-XORs, and to look for them takes a third more time."""
+"""Deflate by byte frequency only. The XORs hardly repeat, and searching for repeats takes a third
+more time."""
 
 
 class DeltaError(Exception):
-    """A delta does not fit the base: it is garbage, or of another base."""
+    """A delta does not fit the base: it is corrupt, or of another base."""
 
 
 @functools.cache
 def is_available() -> bool:
-    """Whether deltas can be made and applied in this environment."""
+    """Whether this environment can make and apply deltas."""
     return find_spec("numpy") is not None
 
 
 def encode(base: memoryview, content: memoryview, limit_bytes: int) -> bytes | None:
-    """The delta that makes `content` of `base`, which has as many bytes.
+    """Return the delta from `base` to `content`, which have the same length.
 
-    Args:    limit_bytes: the most bytes that the delta may have.
-    Returns: None: the delta would have more, by all signs.
-    Cost:    where most elements have changed, one comparison of a sample of the bytes.
+    Args:    limit_bytes: the largest useful delta.
+    Returns: None: the delta would probably be larger.
+    Cost:    if most elements have changed, one comparison of a sample.
     """
     assert len(base) == len(content)
     if _num_changed(base, content) > limit_bytes:
@@ -61,7 +61,7 @@ def encode(base: memoryview, content: memoryview, limit_bytes: int) -> bytes | N
 
     old, new = _elements(base), _elements(content)
     is_changed = old != new
-    # Each changed element takes a byte at least: its place.
+    # The position of each changed element takes one byte.
     if np.count_nonzero(is_changed) > limit_bytes:
         return None
     changed = np.flatnonzero(is_changed)
@@ -76,26 +76,26 @@ def encode(base: memoryview, content: memoryview, limit_bytes: int) -> bytes | N
 
 
 def _num_changed(base: memoryview, content: memoryview) -> int:
-    """The estimated number of changed elements, from a sample; 0: there are too few elements."""
+    """Estimate the number of changed elements from a sample; 0: too few elements to sample."""
     every = len(base) // _ELEMENT_BYTES // _SAMPLES
     if every < _MIN_EVERY:
         return 0
-    # An odd step meets all columns of a matrix, whose rows mostly have an even number of elements.
+    # Rows of matrices mostly have an even length, so an odd step visits all columns.
     step = _ELEMENT_BYTES * (every | 1)
     old, new = (zip(memory[::step], memory[1::step], strict=False) for memory in (base, content))
     return every * sum(then != now for then, now in zip(old, new, strict=True))
 
 
 def apply(base: memoryview, delta: memoryview) -> memoryview:
-    """The bytes that the delta makes of `base`.
+    """Apply a delta to `base`.
 
-    Raises: DeltaError: it is no delta of so many bytes.
+    Raises: DeltaError: it is no delta for this many bytes.
     """
     import numpy as np
 
     num_blocks, num_elements = _num_blocks(len(base)), len(base) // _ELEMENT_BYTES
     num_tail = len(base) % _ELEMENT_BYTES
-    # What inflates to more changes more than everything.
+    # The size of a delta in which every element has changed.
     limit_bytes = 2 * num_blocks + _ELEMENT_BYTES * num_elements + num_tail
     body, tail = _inflated(delta, limit_bytes)
     if len(body) < 2 * num_blocks:
@@ -118,7 +118,7 @@ def apply(base: memoryview, delta: memoryview) -> memoryview:
 
 
 def joined(memories: Sequence[memoryview]) -> memoryview:
-    """The memories end to end: a copy, unless there is one only."""
+    """The memories end to end; a single memory is not copied."""
     return memories[0] if len(memories) == 1 else memoryview(b"".join(memories))
 
 
@@ -133,7 +133,7 @@ def _elements(memory: memoryview) -> NDArray[np.uint16]:
 
 
 def _inflated(delta: memoryview, limit_bytes: int) -> tuple[bytes, bytes]:
-    """The deflated beginning of a delta, inflated, and the bytes that follow it."""
+    """Inflate the first part of a delta. Returns: it, and the raw part."""
     inflating = zlib.decompressobj()
     try:
         body = inflating.decompress(delta, limit_bytes + 1)

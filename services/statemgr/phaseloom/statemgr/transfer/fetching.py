@@ -1,15 +1,15 @@
-"""Fetches slices of a weights version, or blocks of a state file, each byte once, from all sources.
+"""Fetches slices of a weights version, or blocks of a state file, from all sources at once.
 
-A few streams to every source pull batches of boxes, whichever stream is free next: sources that
-hold the same part share its batches, and where one source fails the others take its batches. Bytes
-that have come and are verified stay. All sources of a part must hold the same bytes. A slow
-receiver slows its sources: the bytes go straight into the memory that they are for.
+Up to four streams per source pull batches of boxes from one queue per part, so a fast source
+delivers more than a slow one. If a source fails, the others take over its batches; verified bytes
+are never fetched again. All sources of a part must have the same bytes. Batches are written
+straight to their final memory, so a slow receiver slows its sources down.
 
-Where all sources of a part are on other sites, each byte crosses the slow link once: all nodes of
-this site choose the same source, and the source assigns each byte to one of the nodes
-(`assignment.py`). A node takes the other bytes from the peers that they were assigned to, and
-checks them against the checksum that the source gave. A peer that fails is asked no more, and its
-bytes are asked of the source.
+If all sources of a part are on other sites, each byte crosses the slow link once. All nodes of this
+site choose the same source, and that source assigns each byte to one of the nodes
+(`assignment.py`). A node fetches its own share from the source and the rest from the peers that
+have it, and verifies that rest against checksums from the source. If a peer fails, its bytes come
+from the source after all.
 """
 
 from __future__ import annotations
@@ -59,43 +59,44 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PEER_TIMEOUTS = 6.0
-"""The number of timeouts that a peer may take for one request, while it says that it is at work."""
+"""Timeouts that one request to a peer may take while the peer reports progress."""
 _STREAMS = 4
-"""The most streams to one source: no more than there are threads to decrypt them."""
+"""Streams to one source; one per thread that can decrypt."""
 _STREAM_BYTES = 4 * 1024 * 1024
-"""A fetch has one stream to each near source for so many bytes: to open another one takes as long
-as to move one of these megabytes."""
+"""Bytes per stream to a near source. Opening a stream takes as long as moving one of these
+megabytes."""
 _MAX_STREAMS = 16
-"""The most streams of one fetch, unless it has more sources: each source has one at least."""
+"""Streams of one fetch, unless it has more sources than this: each source has at least one."""
 _AHEAD = 16
-"""Chunks in one request to a source that assigns them: the source gives about one of them, and says
-which of the others peers have."""
+"""Chunks in one request to a source that assigns them. The source sends about one of these chunks
+and names the peers that have the others."""
 _MAX_FAILURES = 3
-"""The most failures of a source in a row, without a batch in between."""
+"""Consecutive failures of a source to tolerate before giving it up."""
 _BACKOFF_S = 0.05
 _FAILURES = (OSError, TimeoutError, msgspec.DecodeError, PhaseloomError)
 _FEW_SPANS = 256
-"""Spans that are found in less time than it takes to wake a thread."""
+"""Spans that are computed faster than a thread wakes up."""
 _FEW_BYTES = 4096
-"""The average length in bytes of a batch's runs below which the batch is received in one piece, and
-then put where the runs belong."""
+"""Average run length of a batch, in bytes, below which the batch is received in one piece and then
+copied to its places."""
 
 
 @dataclass
 class Home:
-    """The state manager that fetches."""
+    """This state manager, as the one that fetches."""
 
     identity: Identity
     endpoint: str
-    """The address at which the state manager serves its peers."""
+    """The address at which other nodes reach this state manager."""
     site: str
-    """The site of the node, within which links are fast; empty: the node shares with nobody."""
+    """The site of this node, within which links are fast. Empty: the node shares with no other
+    node."""
     timeout_s: float
-    """The limit of each step: connecting, a reply, a pause within a batch."""
+    """Limit for each step: connecting, a reply, a pause within a batch."""
 
 
 class LocalError(Exception):
-    """The fetched bytes cannot be put where they belong: no other source helps."""
+    """The fetched bytes cannot be stored here, so another source would not help."""
 
     def __init__(self, error: PhaseloomError) -> None:
         super().__init__(str(error))
@@ -103,33 +104,36 @@ class LocalError(Exception):
 
 
 class Sink(Protocol):
-    """The place that the bytes of a fetch go to."""
+    """The destination of a fetch's bytes."""
 
     base: memoryview | None
-    """The bytes of an earlier version, laid out as those that are fetched: batches may come as
-    deltas of them. None: there is no such version."""
+    """The bytes of an earlier version in the same layout. Sources may send deltas of it. None:
+    there is no such version."""
 
     async def receive(
         self, stream: Stream, batch: Batch, timeout_s: float, delta_bytes: int = 0
     ) -> str:
-        """Take a batch from the stream, to where it belongs. Returns: its xxh3-128.
+        """Receive a batch from the stream and store it.
 
-        Args:   delta_bytes: the size of the delta that comes in the batch's place; 0: none does.
-        Raises: OSError, TimeoutError: the stream broke. LocalError: the bytes cannot be put there.
-                ResourceError: DATA_LOSS: the batch is bad. DeltaError: the delta does not fit.
+        Args:    delta_bytes: the size of the delta that comes instead of the batch; 0: the batch
+                 itself comes.
+        Returns: the xxh3-128 of the batch.
+        Raises:  OSError, TimeoutError: the stream broke. LocalError: the bytes cannot be stored.
+                 ResourceError: DATA_LOSS: the batch is bad. DeltaError: the delta does not fit the
+                 base.
         """
 
     async def is_sound(self) -> bool | None:
-        """Whether all that came is what was committed; None: only the sources can tell."""
+        """Whether the received bytes are the committed ones; None: only the sources can tell."""
 
 
 @dataclass
 class Memory:
-    """A sink in memory."""
+    """A sink that writes to host memory."""
 
     memory: memoryview
     digest: str = ""
-    """The digest that the memory must have once all has come; empty: it is not known."""
+    """The digest that the memory must have in the end; empty: not known."""
     base: memoryview | None = None
 
     async def receive(
@@ -155,9 +159,10 @@ class Memory:
         return digest.hexdigest()
 
     def _apply(self, batch: Batch, delta: memoryview, memory: memoryview) -> str:
-        """Put what a delta makes of the base where it belongs. This takes long: run it in a thread.
+        """Apply a delta to the base and write the result in place. Slow: run it in a thread.
 
-        Returns: the xxh3-128 of the batch. Raises: DeltaError.
+        Returns: the xxh3-128 of the batch.
+        Raises:  DeltaError.
         """
         if self.base is None:
             raise DeltaError("the base is given up")
@@ -173,64 +178,63 @@ class Memory:
 
 @dataclass
 class Fetch:
-    """One fetch of a version, of slices of one, or of blocks of a state file.
+    """One fetch of a version, of slices of a version, or of the blocks of a state file.
 
-    `fetch_all` is called once.
+    Call `fetch_all` or `fetch_with_retry` once.
     """
 
     label: str
-    """The name of the fetched object, for errors and logs."""
+    """Name of the fetched object in errors and logs."""
     open_with: Callable[[list[str], str | None], wire.First]
-    """Makes the first message of a stream: to a source, with the parts that are wanted; to a peer,
-    with the peer's session."""
+    """Makes the first message of a stream. Called with the parts to fetch from a source, or with
+    the session of a peer."""
     home: Home
     incoming: Incoming
     sink: Sink
     idle_streams: dict[str, Stream] = field(default_factory=dict)
-    """Streams that nothing was opened on yet, by endpoint: they are used before others are made.
-    The caller closes those that are left."""
+    """Open streams that carry nothing yet, by endpoint. They are used before new ones are opened;
+    the caller closes the unused ones."""
     errors: dict[str, PhaseloomError] = field(default_factory=dict, init=False)
-    """The last error of each source that is given up, by endpoint."""
+    """The last error of each source that was given up, by endpoint."""
     fetched_bytes: int = field(default=0, init=False)
     """Bytes that came from sources."""
     relayed_bytes: int = field(default=0, init=False)
     """Bytes that came from peers."""
     delta_bytes: int = field(default=0, init=False)
-    """The size of the deltas that came from sources."""
+    """Size of the deltas that came from sources."""
     rebuilt_bytes: int = field(default=0, init=False)
-    """Bytes, of those from sources, that the deltas made of the base."""
+    """Bytes that those deltas produced; `fetched_bytes` includes them."""
     _queues: dict[str, deque[Batch]] = field(default_factory=dict, init=False)
-    """The batches that are still to be asked of a source, by part."""
+    """Batches to request from a source, by part."""
     _batch_bytes: int = field(default=0, init=False)
-    """The size of the largest batch."""
+    """Size of the largest batch."""
     _chunk_bytes: int = field(default=0, init=False)
-    """The size of the chunks that a far source assigns."""
+    """Size of the chunks that a far source assigns."""
     _num_near: int = field(default=1, init=False)
-    """The number of streams to each near source."""
+    """Streams to each near source."""
     _sources: list[_Source] = field(default_factory=list, init=False)
     _peer_shares: dict[Peer, deque[tuple[Batch, str]]] = field(default_factory=dict, init=False)
-    """The batches that each peer is to deliver, each with its checksum."""
+    """Batches to request from each peer, with the checksum of each batch."""
     _pulling: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     _relaying: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     _failed_peers: set[Peer] = field(default_factory=set, init=False)
-    """Peers that failed."""
     _failure: Exception | None = field(default=None, init=False)
     _retry: Fetch | None = field(default=None, init=False)
-    """The second try, where the bytes of the first were bad."""
+    """The second attempt, if the bytes of the first were bad."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    """Set once everything has come, or nothing more will."""
+    """Set once everything has arrived, or nothing more will."""
     _verdict_known: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    """Set once it is known whether the sources have to confirm what came."""
+    """Set once `_must_confirm` is known."""
     _must_confirm: bool = field(default=False, init=False)
 
     async def fetch_all(self, batches: Sequence[Batch], sources: Mapping[str, list[str]]) -> None:
         """Fetch the batches.
 
         Args:   sources: the endpoints that have each part, by part.
-        Raises: PhaseloomError: some batch can be had from no source. ResourceError: DATA_LOSS: the
-                fetched bytes are bad as a whole; ABORTED: `end` was called. LocalError: the sink
-                cannot take them.
+        Raises: PhaseloomError: no source delivered some batch. ResourceError: DATA_LOSS: the
+                fetched bytes as a whole are bad; ABORTED: `end` was called. LocalError: the sink
+                cannot store the bytes.
         """
         parts_of: dict[str, set[str]] = {}
         for batch in batches:
@@ -256,7 +260,7 @@ class Fetch:
                 for number in range(num_streams if self.home.site else self._num_near):
                     self._pulling.append(group.create_task(self._pull(source, number)))
             await self._ended.wait()
-            # After a failure the memory is wanted back, however long a source would take yet.
+            # After a failure the caller needs the memory back, so slow sources are not waited for.
             over = self._relaying if self._failure is None else self._relaying + self._pulling
             for task in over:
                 task.cancel()
@@ -271,10 +275,11 @@ class Fetch:
     async def fetch_with_retry(
         self, batches: Sequence[Batch], sources: Mapping[str, list[str]]
     ) -> Fetch:
-        """Fetch the batches, and once more where the fetched bytes are bad: by then the source that
+        """Fetch the batches, and once more if the fetched bytes are bad: by then the source that
         sent them has dropped its copy.
 
-        Returns: the fetch by which the batches came.
+        Returns: the fetch that succeeded.
+        Raises:  as `fetch_all`.
         """
         try:
             await self.fetch_all(batches, sources)
@@ -290,18 +295,18 @@ class Fetch:
             try:
                 await again.fetch_all(batches, sources)
             except PhaseloomError as failed:
-                # It may come later.
+                # A source that does not answer may have good bytes: the caller may try again later.
                 raise failed if failed.info.code is Code.UNAVAILABLE else error from failed
             return again
 
     def end(self) -> None:
-        """End the fetch at once: nobody needs any more what it fetches. `fetch_all` then raises
+        """End the fetch at once because its result is no longer needed; `fetch_all` raises
         ABORTED."""
         running = self._retry or self
         running._end(ResourceError(f"{self.label} was dropped", code=Code.ABORTED))
 
     def check(self, part: str, digest: str, source_name: str) -> None:
-        """Check that the part at a source has the digest that this fetch expects.
+        """Check that a source has the same bytes of a part as all others.
 
         Raises: CallerError: FAILED_PRECONDITION: the part there has another digest.
         """
@@ -318,9 +323,10 @@ class Fetch:
     # --- Sources ---------------------------------------------------------------------------------
 
     async def _pull(self, source: _Source, number: int) -> None:
-        """Work through one stream to a source, which is opened again as often as it breaks.
+        """Fetch batches over one stream to a source, reopening the stream whenever it breaks.
 
-        Args: number: the stream's, from 0 on; the first one finds out whether the source is far.
+        Args: number: the number of the stream. Stream 0 also finds out whether the source is far,
+              and has the source confirm its parts in the end.
         """
         stream: Stream | None = None
         is_first = number == 0
@@ -362,7 +368,6 @@ class Fetch:
         return None
 
     def _next_chunks(self, part: str) -> Batch:
-        """The next chunks of a part."""
         queue, limit = self._queues[part], _AHEAD * self._chunk_bytes
         pieces: list[Piece] = []
         num_bytes = 0
@@ -375,7 +380,11 @@ class Fetch:
         return Batch(part, first)
 
     def _is_next_source(self, source: _Source, part: str) -> bool:
-        """Whether the part, or the rest of it, is to be fetched from this source now."""
+        """Whether to fetch the rest of the part from this source now.
+
+        A far source is used only if every other source of the part is given up, is failing, or
+        ranks lower.
+        """
         if not source.is_far:
             return source.is_far is not None
         rivals = (rival for rival in self._sources if rival is not source and part in rival.parts)
@@ -387,7 +396,8 @@ class Fetch:
         )
 
     async def _open(self, source: _Source) -> Stream:
-        """Open a stream to a source. Raises: CallerError: it refuses, or has other bytes."""
+        """Open a stream to a source. Raises: CallerError: the source refuses, or has other
+        bytes."""
         stream, opened = await self._open_stream(source.endpoint, source.parts)
         with closed_on_failure(stream):
             for part in source.parts:
@@ -397,7 +407,7 @@ class Fetch:
         return stream
 
     async def _fetch(self, stream: Stream, source: _Source, batch: Batch) -> None:
-        """Fetch a batch; from a source that assigns chunks, only this node's share of the batch."""
+        """Fetch a batch, or, from a source that assigns chunks, this node's share of it."""
         try:
             limit_bytes = self._chunk_bytes if source.is_far else MAX_BATCH_BYTES
             num_bytes = min(batch.num_bytes, limit_bytes)
@@ -412,7 +422,7 @@ class Fetch:
             source.delivered.add(batch.part)
             await self._receive(stream, batch, reply.digest, reply.delta_bytes)
         except DeltaError as error:
-            # The base is bad, here or at the source: the rest comes whole, also from this source.
+            # The base is bad, here or at the source, so request no more deltas from anybody.
             log.warning("%s from %s: %s; it comes whole", self.label, source.endpoint, error)
             self.sink.base = None
             self._requeue(batch)
@@ -428,10 +438,11 @@ class Fetch:
         self._record_arrival(batch)
 
     def _split(self, batch: Batch, assigned: wire.Assigned) -> Batch:
-        """Divide a batch as the source has assigned it. Returns: the share that the source sends.
+        """Divide a batch as the source has assigned it. Peers' shares are queued for them, and
+        boxes without an answer for a source.
 
-        The shares of peers are asked of them, and boxes without an answer are queued again.
-        Raises: ConnectionError, CallerError: the answer does not fit the batch.
+        Returns: the share that the source sends.
+        Raises:  ConnectionError, CallerError: the answer does not fit the batch.
         """
         if not 1 <= assigned.num_boxes <= len(batch.pieces):
             raise ConnectionError(f"it tells of {assigned.num_boxes} boxes")
@@ -445,8 +456,10 @@ class Fetch:
         return local
 
     async def _confirm(self, source: _Source, stream: Stream | None) -> None:
-        """Let a source verify the parts that it sent, or gave checksums of. A source that is gone
-        by now is believed."""
+        """Ask a source to verify the parts that it sent or gave checksums of.
+
+        A source that has left since then is trusted.
+        """
         opened: Stream | None = None
         is_asked = False
         try:
@@ -477,7 +490,7 @@ class Fetch:
         self._announce()
 
     def _check_reachable(self) -> None:
-        """End the fetch where batches are queued that no source is left to ask for."""
+        """End the fetch if no source is left for some queued batch."""
         reachable = {
             part for source in self._sources if not source.is_abandoned for part in source.parts
         }
@@ -495,7 +508,7 @@ class Fetch:
     # --- Peers -----------------------------------------------------------------------------------
 
     def _relay(self, batch: Batch, share: wire.Shared) -> None:
-        """Have a batch fetched from the peer that it was assigned to."""
+        """Queue a batch for the peer that it was assigned to."""
         peer = share.holder
         if peer in self._failed_peers:
             self._requeue(batch)
@@ -510,7 +523,7 @@ class Fetch:
         shares = self._peer_shares[peer]
         stream: Stream | None = None
         try:
-            # A source that is still being asked may name a peer when all is over.
+            # A source may still name a peer after the fetch has ended.
             while not self._ended.is_set():
                 if not shares:
                     await self._changed.wait()
@@ -543,6 +556,7 @@ class Fetch:
     async def _open_stream(
         self, endpoint: str, parts: list[str], session: str | None = None
     ) -> tuple[Stream, wire.Opened]:
+        """Raises: CallerError: the other end refuses."""
         stream = self.idle_streams.pop(endpoint, None)
         if stream is None:
             stream = await connect(endpoint, self.home.identity, self.home.timeout_s)
@@ -557,7 +571,8 @@ class Fetch:
     ) -> None:
         """Receive a batch and verify its checksum.
 
-        Raises: ResourceError: DATA_LOSS: the batch is bad. DeltaError: it came as a delta, and is.
+        Raises: ResourceError: DATA_LOSS: the batch is bad. DeltaError: it is bad and came as a
+                delta.
         """
         timeout_s = self.home.timeout_s
         if await self.sink.receive(stream, batch, timeout_s, delta_bytes) == expected:
@@ -573,7 +588,7 @@ class Fetch:
         self._announce()
 
     def _requeue(self, batch: Batch | None) -> None:
-        """Queue a batch again, before all others, to be asked of a source."""
+        """Put a batch back at the head of its queue."""
         if batch is not None:
             groups = grouped(batch.pieces, self._batch_bytes)
             again = [Batch(batch.part, pieces) for pieces in groups]
@@ -592,30 +607,29 @@ class _Source:
     is_far: bool | None
     """Whether the source is on another site; None: not known yet."""
     failures: int = 0
-    """Failures in a row."""
+    """Consecutive failures."""
     progress_s: float = field(default_factory=time.monotonic)
-    """The time at which the last batch came from the source, on the monotonic clock."""
+    """Monotonic time of the last batch from this source."""
     is_abandoned: bool = False
-    """Whether the source is given up."""
     delivered: set[str] = field(default_factory=set)
-    """Parts of which the source sent bytes, or gave a checksum."""
+    """Parts of which the source sent bytes or gave a checksum."""
 
     def succeeded(self) -> None:
         self.failures, self.progress_s = 0, time.monotonic()
 
     def rank(self, part: str) -> int:
-        """The rank of the source for a part: all nodes of a site fetch the part from the far source
-        with the highest rank."""
+        """The rank of the source for a part. All nodes of a site compute the same ranks, so they
+        all fetch the part from the same far source."""
         return xxhash.xxh3_64_intdigest(f"{part} {self.endpoint}")
 
 
 async def call(
     stream: Stream, message: wire.First | wire.Ask, answer: type[T], timeout_s: float
 ) -> T:
-    """Send a message and wait for its answer, as long as the other end says that it is at work.
+    """Send a message and wait for the reply for as long as the other end reports progress.
 
-    Raises: PhaseloomError: a refusal. TimeoutError: no word within `timeout_s`. ConnectionError:
-            the stream broke, or the answer is of another type. msgspec.DecodeError.
+    Raises: PhaseloomError: the other end refuses. TimeoutError: silence for `timeout_s`.
+            ConnectionError: the stream broke, or the reply has another type. msgspec.DecodeError.
     """
     async with asyncio.timeout(timeout_s):
         await stream.send(message)
@@ -632,7 +646,7 @@ async def call(
 
 
 async def call_once(endpoint: str, message: wire.First, answer: type[T], home: Home) -> T:
-    """Send one message on a stream of its own and return the answer. Raises: as `ask_first`."""
+    """Send one message on a new stream and return the reply. Raises: as `connect_and_call`."""
     stream, answered = await connect_and_call(endpoint, message, answer, home)
     stream.close()
     return answered
@@ -641,10 +655,11 @@ async def call_once(endpoint: str, message: wire.First, answer: type[T], home: H
 async def connect_and_call(
     endpoint: str, message: wire.First, answer: type[T], home: Home
 ) -> tuple[Stream, T]:
-    """Connect, and send a first message. Returns: the stream, for the caller to close; the answer.
+    """Open a stream and send its first message.
 
-    Raises: ResourceError: the endpoint is out of reach, or the stream broke. CallerError: the
-            message was refused there; a bad endpoint.
+    Returns: the stream, for the caller to close, and the reply.
+    Raises:  ResourceError: the endpoint is out of reach, or the stream broke. CallerError: the
+             message was refused; a bad endpoint.
     """
     stream = await connect(endpoint, home.identity, home.timeout_s)
     with closed_on_failure(stream):
@@ -655,8 +670,8 @@ async def connect_and_call(
 
 
 def not_delivered(label: str, errors: Iterable[PhaseloomError]) -> ResourceError:
-    """The error where no source could deliver an object. The code is the one that all sources give;
-    where they differ, UNAVAILABLE: a later try may succeed."""
+    """The error to raise if no source delivered an object. It has the code that all sources gave,
+    or UNAVAILABLE if they differ: a later attempt may succeed."""
     failures = list(errors)
     codes = {error.info.code for error in failures}
     return ResourceError(

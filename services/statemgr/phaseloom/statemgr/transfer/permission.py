@@ -1,5 +1,5 @@
-"""Permission to read weights versions and state files: other nodes may have those that a ticket of
-the scheduler grants them."""
+"""Permission to read weights versions and state files. Other nodes may read those for which the
+scheduler gave them a ticket."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _FILES_REMEDY = "the scheduler's next command brings another one"
 
 
 class Gate:
-    """Checks tickets. A ticket is good until one of a later incarnation of the same deployment is
+    """Checks tickets. A ticket is valid until one of a later incarnation of the same deployment was
     seen here."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
         self._newest: OrderedDict[tuple[type, DeploymentKey], int] = OrderedDict()
-        """The newest incarnation seen of each deployment, as a reader of versions and as the one
-        whose files were asked for, in order of the last check."""
+        """Newest incarnation seen of each deployment, in order of the last check. Readers of
+        versions and owners of files are counted separately."""
 
     def check(self, ticket: Ticket | None, version: VersionKey, node: str) -> None:
         """Check that a ticket lets a node read a version.
 
-        Args:   node: the node that asks, by its certificate.
-        Raises: CallerError: PERMISSION_DENIED, and why.
+        Args:   node: the requesting node, from its certificate.
+        Raises: CallerError: PERMISSION_DENIED, with the reason.
         """
         if ticket is None:
             raise _denied(f"node {node!r} asks for version {version} without a ticket")
@@ -44,8 +44,8 @@ class Gate:
     def check_files(self, ticket: FilesTicket, deployment: DeploymentKey, node: str) -> None:
         """Check that a ticket lets a node have a deployment's state files.
 
-        Args:   node: the node that is to get the files.
-        Raises: CallerError: PERMISSION_DENIED, and why.
+        Args:   node: the node that will receive the files.
+        Raises: CallerError: PERMISSION_DENIED, with the reason.
         """
         is_same = ticket.deployment == deployment
         refusal = "" if is_same else f"a ticket for {ticket.deployment}, not {deployment}"
@@ -54,8 +54,10 @@ class Gate:
     def _check(
         self, ticket: Ticket | FilesTicket, key: DeploymentKey, node: str, refusal: str, remedy: str
     ) -> None:
-        """Check the common part of all tickets. Args: why: the reason why a genuine ticket is
-        refused; empty: there is none."""
+        """Check what all tickets have in common.
+
+        Args: refusal: the reason to refuse even a genuine ticket; empty: none.
+        """
         newest = self._newest.get((type(ticket), key), 0)
         if not is_genuine(ticket, self._secret):
             refusal = f"the ticket of node {node!r} is not signed by this mesh's scheduler"
@@ -74,7 +76,7 @@ class Gate:
 def check_reader(wpg: Wpg, version: VersionKey, ticket: Ticket | None) -> None:
     """Check that a deployment on this node may read a version, and shows its own ticket or none.
 
-    Raises: CallerError: PERMISSION_DENIED: the version is of another tenant, or the ticket of
+    Raises: CallerError: PERMISSION_DENIED: the version belongs to another tenant, or the ticket to
             another deployment or incarnation; INVALID_ARGUMENT: a bad name.
     """
     if version.policy.tenant != wpg.key.tenant:

@@ -1,5 +1,5 @@
 """The content that a state manager serves to other nodes: parts in its memory, and slices that it
-fetches or has fetched."""
+has fetched or is still fetching."""
 
 from __future__ import annotations
 
@@ -26,43 +26,43 @@ from phaseloom.statemgr.transfer.tensorslices import (
 )
 
 _FEW_BYTES = 64 * 1024
-"""Runs of fewer bytes than this are copied together before they are sent."""
+"""Shorter runs than this are copied together before they are sent."""
 
 
 class Found(Protocol):
-    """A box of the served content, which was found."""
+    """A box of the served content."""
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes of the box. Raises: CallerError: there is no such box."""
+        """Size of the box. Raises: CallerError: there is no such box."""
 
     def of(self, box: Box) -> Found:
         """A box inside this one."""
 
     def read(self) -> list[memoryview]:
-        """The bytes of the box, end to end. This takes long: run it in a thread.
+        """The bytes of the box, end to end. Slow: run it in a thread.
 
         Raises: ResourceError: DATA_LOSS: the bytes are bad.
         """
 
 
 class Served(Protocol):
-    """The content that one stream is served from."""
+    """The content that one stream serves."""
 
     def find(self, part: str, box: Box) -> Found:
-        """The box of a part. Raises: CallerError: the content has no such box."""
+        """Find a box of a part. Raises: CallerError: the content has no such box."""
 
     async def until_arrived(self, part: str, boxes: Sequence[Box]) -> None:
-        """Return once the boxes are here. Raises: ResourceError: they will not come."""
+        """Wait until the boxes are here. Raises: ResourceError: they will not arrive."""
 
 
 class Place(NamedTuple):
-    """A box that lies in memory."""
+    """A box in memory."""
 
     memory: memoryview
     tensor: TensorSlot
     box: Box
-    """The box, in the coordinates of the tensor."""
+    """In coordinates of the tensor."""
 
     @property
     def num_bytes(self) -> int:
@@ -72,7 +72,7 @@ class Place(NamedTuple):
         return self._replace(box=box)
 
     def read(self) -> list[memoryview]:
-        """The runs of the box in place where they are long, else a copy of them end to end."""
+        """Return long runs of the box in place, and copy short runs end to end."""
         tensor = self.tensor
         offsets, length = runs(tensor, self.box)
         source = self.memory[tensor.offset : tensor.offset + tensor.num_bytes]
@@ -97,7 +97,7 @@ class OpenPart:
         return cls(version, memory, {slot.name: slot for slot in version.tensors})
 
     def find(self, box: Box) -> Place:
-        """The box of a tensor of the part. Raises: CallerError: the part has no such tensor."""
+        """Find the box of a tensor. Raises: CallerError: the part has no such tensor."""
         tensor = self.tensors.get(box.name) or raw_slot(box.name, len(self.memory))
         if tensor is None:
             raise CallerError(f"{box.name} is not in version {self.version.key}", field="boxes")
@@ -110,8 +110,8 @@ class OpenParts(dict[str, OpenPart]):
     def __init__(self, parts: Mapping[str, OpenPart] | None = None) -> None:
         super().__init__(parts or {})
         self.bases: dict[str, OpenPart] = {}
-        """The same parts of an earlier version that the client has too, by name, as far as they are
-        here; each has the layout of the part in this version."""
+        """Parts of an earlier version that both this node and the client have, by name. Each has
+        the layout of the part in this version."""
 
     def find(self, part: str, box: Box) -> Place:
         open_part = self.get(part)
@@ -120,21 +120,20 @@ class OpenParts(dict[str, OpenPart]):
         return open_part.find(box)
 
     async def until_arrived(self, part: str, boxes: Sequence[Box]) -> None:
-        """Return at once: all of the part is here."""
+        """Return at once: parts in memory are complete."""
 
 
 @dataclass
 class Incoming:
-    """The slices of one fetch, and which of their bytes have come."""
+    """The slices of one fetch, and which of their bytes have arrived."""
 
     slices: Sequence[Slice]
     digests: dict[str, str]
-    """The digests of the parts that the slices belong to, by part: as the version's manifest says,
-    or else as the first source says."""
+    """Expected digest of each part: from the version's manifest, or else from the first source."""
     _by_tensor: dict[tuple[str, str], list[Slice]] = field(default_factory=dict)
-    """The slices of each tensor of each part."""
+    """Slices by part and tensor."""
     _missing: dict[int, list[Box]] = field(default_factory=dict)
-    """The disjoint boxes of a slice that have not come, by the slice's offset."""
+    """Disjoint boxes of each slice that have not arrived, by the slice's offset."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _is_given_up: bool = False
 
@@ -148,14 +147,14 @@ class Incoming:
         return not self._missing
 
     def find(self, part: str, box: Box) -> Slice | None:
-        """The slice that the box is inside."""
+        """The slice that contains the box."""
         candidates = self._by_tensor.get((part, box.name), [])
         return next(
             (candidate for candidate in candidates if contains(box_of(candidate), box)), None
         )
 
     def add(self, batch: Batch) -> None:
-        """Record that a batch is here and verified."""
+        """Record that a batch has arrived and is verified."""
         for slice_, box in batch.pieces:
             missing = subtract(self._missing.pop(slice_.offset, []), box)
             if missing:
@@ -163,7 +162,7 @@ class Incoming:
         self._announce()
 
     def forget(self, batch: Batch) -> None:
-        """Record that a batch that came is bad, and must be fetched again."""
+        """Record that an arrived batch is bad and must be fetched again."""
         for slice_, box in batch.pieces:
             self._missing[slice_.offset] = [
                 *subtract(self._missing.get(slice_.offset, []), box),
@@ -171,12 +170,12 @@ class Incoming:
             ]
 
     def give_up(self) -> None:
-        """Record that nothing more will come; whoever waits for more is told."""
+        """Record that nothing more will arrive, and fail everyone who waits for more."""
         self._is_given_up = True
         self._announce()
 
     async def until_arrived(self, slice_: Slice, box: Box) -> None:
-        """Return once the box of a slice is here. Raises: ResourceError: it will not come."""
+        """Wait for a box of a slice. Raises: ResourceError: it will not arrive."""
         while any(overlap(missing, box) for missing in self._missing.get(slice_.offset, ())):
             if self._is_given_up:
                 raise ResourceError(f"{box} did not come here", code=Code.UNAVAILABLE)
@@ -189,7 +188,7 @@ class Incoming:
 
 @dataclass(frozen=True)
 class Fetched:
-    """Slices that were or are being fetched, in memory that stays while they are open."""
+    """Slices that were fetched or are being fetched; the memory stays while they are open."""
 
     incoming: Incoming
     memory: memoryview

@@ -1,9 +1,9 @@
 """Tensor slices: the boxes of tensors that a reader needs, split into batches for the transfer.
 
-Pure. The sender gathers a box from the runs of adjacent bytes in which its tensor lies; at the
-reader the bytes of a slice lie end to end. A piece that is split off along the outermost dim longer
-than one lies end to end there as well; a piece that is split off otherwise, because a peer fetches
-the rest of the box, lies in runs.
+Pure. The sender gathers a box from the runs of adjacent bytes that it occupies in the tensor. In
+the reader's memory the bytes of a slice are contiguous. A piece that is cut along the outermost dim
+longer than one is contiguous there too. A piece that was cut in another way, because a peer fetches
+the rest of the box, consists of several runs.
 """
 
 from __future__ import annotations
@@ -24,27 +24,26 @@ from phaseloom.common.tensors.resharding import box_runs, item_bytes
 from phaseloom.statemgr.records.layouts import check_layout
 
 MAX_BATCH_BYTES = 8 * 1024 * 1024
-"""The most bytes that one request may ask for: a block of a state file."""
+"""Most bytes in one request: a block of a state file."""
 _BATCH_BYTES = 4 * 1024 * 1024
-"""The largest size of a batch of tensor slices."""
+"""Largest batch of tensor slices."""
 MAX_BATCH_BOXES = 256
 _SMALL_BATCH_BYTES = 512 * 1024
-"""The size of the batches of a small transfer: a request takes as long as these bytes do."""
+"""Batch size of a small transfer. A request takes as long as moving these bytes."""
 _MIN_CHUNKS = 64
-"""The least number of chunks of a transfer that is large enough, so that all nodes of a site have
-something to do."""
+"""Chunks of a large transfer, at least, so that every node of a site has work."""
 _STEP_BYTES = 64 * 1024
-"""The unit of chunk sizes: each size is a multiple of these bytes."""
+"""Chunk sizes are multiples of this."""
 _MAX_ENCODED_BYTES = 48 * 1024
-"""The most bytes that the boxes of a batch of several boxes take in the message that asks for them;
-all else in that message is a few KiB."""
+"""Size limit for the boxes of a batch in its request message; the rest of the message is a few
+KiB."""
 _RAW = re.compile(r"bytes from ([0-9]{1,18})")
 
 T = TypeVar("T")
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True):
-    """A box of one tensor, in the form in which state managers ask one another for it."""
+    """A box of one tensor, as state managers name it to each other."""
 
     name: str
     start: list[int]
@@ -52,18 +51,19 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Piece(NamedTuple):
-    """A box of a slice: the unit that is asked for."""
+    """A box of a slice: the unit of requests."""
 
     slice: Slice
     box: Box
-    """The box, which is inside the slice, in coordinates of the part's tensor."""
+    """Inside the slice, in coordinates of the part's tensor."""
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.box.size) * item_bytes(self.slice.dtype)
 
     def cut(self, limit_bytes: int) -> Iterator[Piece]:
-        """The piece in smaller ones, in order, each of at most so many adjacent bytes."""
+        """Cut the piece into smaller ones, in order, each of at most `limit_bytes` adjacent
+        bytes."""
         item = item_bytes(self.slice.dtype)
         for start, size in _split(self.box.start, self.box.size, item, limit_bytes):
             yield Piece(self.slice, Box(self.box.name, start, size))
@@ -71,7 +71,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """Pieces of one part that are asked for in one request."""
+    """Pieces of one part that are requested together."""
 
     part: str
     pieces: list[Piece]
@@ -86,7 +86,7 @@ class Batch:
 
     @property
     def max_spans(self) -> int:
-        """At least the number of `spans`, which take long to find where they are many."""
+        """An upper bound for the number of `spans`, which are slow to compute if there are many."""
         return sum(
             1 if piece.box.size[1:] == piece.slice.size[1:] else math.prod(piece.box.size[:-1])
             for piece in self.pieces
@@ -94,7 +94,7 @@ class Batch:
 
     @cached_property
     def spans(self) -> list[slice]:
-        """The ranges of memory that the boxes belong in, in order; adjacent ranges are merged."""
+        """The ranges of memory that the boxes fill, in order; adjacent ranges are merged."""
         spans: list[slice] = []
         for piece in self.pieces:
             offsets, length = runs(slot_of(piece.slice), relative_to(piece.slice, piece.box))
@@ -106,7 +106,7 @@ class Batch:
         return spans
 
     def put(self, memory: memoryview, content: bytes | memoryview) -> None:
-        """Write the bytes of the boxes, which `content` holds end to end, where they belong.
+        """Write the bytes of the boxes, given end to end, to their ranges of memory.
 
         Raises: CallerError: there are too few or too many bytes.
         """
@@ -139,13 +139,13 @@ class Batch:
 
 
 Fragment = tuple[int, Box]
-"""A box inside a box of a request: (the number of the request's box, the inner box)."""
+"""A box inside a box of a request: (index of the request's box, inner box)."""
 
 
 def slots_of(slices: Sequence[Slice], num_bytes: int) -> list[TensorSlot]:
-    """The slices as a layout of the reader's memory.
+    """Convert slices to a layout of the reader's memory.
 
-    Raises: CallerError: a slice is no box, occurs twice, or lies where it cannot.
+    Raises: CallerError: a slice is no box, occurs twice, or is at an impossible offset.
     """
     slots = []
     for number, slice_ in enumerate(slices):
@@ -171,14 +171,14 @@ def slots_of(slices: Sequence[Slice], num_bytes: int) -> list[TensorSlot]:
 
 
 def slot_of(slice_: Slice) -> TensorSlot:
-    """A slice as a tensor of the reader's memory."""
+    """Convert a slice to a tensor of the reader's memory."""
     return TensorSlot(
         slice_.name, Role.WEIGHT, slice_.dtype, slice_.size, slice_.offset, slice_.num_bytes
     )
 
 
 def slices_of_part(part: str, tensors: Iterable[TensorSlot], num_bytes: int) -> list[Slice]:
-    """The slices that cover a whole part, each at its place in the part: all its tensors, and the
+    """The slices that cover a whole part, each at its offset in the part: all tensors, and the
     bytes between them."""
     slices: list[Slice] = []
     end = 0
@@ -196,8 +196,8 @@ def slices_of_part(part: str, tensors: Iterable[TensorSlot], num_bytes: int) -> 
 
 
 def raw_slot(name: str, num_bytes: int) -> TensorSlot | None:
-    """The slot of the bytes between tensors that have this name, in a part of this size; None: it
-    is no such name."""
+    """The slot of the bytes between tensors that have this name, in a part of this size; None: the
+    name has another form."""
     place = _RAW.fullmatch(name)
     if place is None or int(place[1]) >= num_bytes:
         return None
@@ -210,7 +210,8 @@ def _raw(part: str, start: int, end: int) -> Slice:
 
 
 def _is_plain(slot: TensorSlot) -> bool:
-    """Whether the slot's bytes are its elements, end to end; other slots travel as raw bytes."""
+    """Whether the slot's bytes are just its elements, end to end. Other slots travel as raw
+    bytes."""
     try:
         return slot.num_bytes == math.prod(slot.shape) * item_bytes(slot.dtype) > 0
     except CallerError:
@@ -218,26 +219,26 @@ def _is_plain(slot: TensorSlot) -> bool:
 
 
 def box_of(slice_: Slice) -> Box:
-    """The box of the part's tensor that a slice holds."""
+    """The box of the part's tensor that a slice covers."""
     return Box(slice_.name, slice_.start, slice_.size)
 
 
 def relative_to(slice_: Slice, box: Box) -> Box:
-    """A box of a part's tensor, with its coordinates turned into those of a slice of the tensor."""
+    """Convert a box from coordinates of the part's tensor to those of a slice."""
     start = [at - zero for at, zero in zip(box.start, slice_.start, strict=True)]
     return Box(slice_.name, start, box.size)
 
 
 def chunk_bytes(num_bytes: int) -> int:
-    """The size of the chunks in which nodes of a site share a transfer of `num_bytes` bytes."""
+    """Size of the chunks in which the nodes of a site share a transfer."""
     even_share = -(-num_bytes // _MIN_CHUNKS)
     steps = -(-even_share // _STEP_BYTES)
     return min(_BATCH_BYTES, max(1, steps) * _STEP_BYTES)
 
 
 def batches(slices: Sequence[Slice]) -> list[Batch]:
-    """All slices, split and grouped into batches of about the same size, part by part: a batch is
-    a chunk, or several where chunks are small."""
+    """Split and group all slices into batches of about the same size, part by part. A batch is one
+    chunk, or several small ones."""
     limit = max(_SMALL_BATCH_BYTES, chunk_bytes(sum(slice_.num_bytes for slice_ in slices)))
     grouped_batches: list[Batch] = []
     by_part: dict[str, list[Slice]] = {}
@@ -252,7 +253,7 @@ def batches(slices: Sequence[Slice]) -> list[Batch]:
 
 @dataclass(slots=True)
 class Room:
-    """The room that is left in one request."""
+    """The remaining room in one request."""
 
     limit_bytes: int
     num_boxes: int = 0
@@ -260,7 +261,7 @@ class Room:
     encoded_bytes: int = 0
 
     def take(self, boxes: Sequence[Box], num_bytes: int) -> bool:
-        """Count these boxes as taken where they fit into the request; the first boxes always fit.
+        """Count boxes if they fit into the request. The first boxes always fit.
 
         Returns: whether they fit.
         """
@@ -281,9 +282,9 @@ class Room:
 def split_into_requests(
     items: Iterable[T], box_of: Callable[[T], tuple[Box, int]], limit_bytes: int
 ) -> Iterator[list[T]]:
-    """The items in groups, in order, each as large as one request may be.
+    """Group the items in order, each group as large as one request may be.
 
-    Args: box_of: gives the box of an item, and the number of bytes of the box.
+    Args: box_of: returns the box of an item and its number of bytes.
     """
     group: list[T] = []
     room = Room(limit_bytes)
@@ -299,7 +300,7 @@ def split_into_requests(
 
 
 def grouped(pieces: Iterable[Piece], limit_bytes: int) -> Iterator[list[Piece]]:
-    """The pieces in groups, in order, each as large as one request may be."""
+    """Group the pieces in order, each group as large as one request may be."""
     return split_into_requests(pieces, lambda piece: (piece.box, piece.num_bytes), limit_bytes)
 
 
@@ -308,8 +309,7 @@ def contains(outer: Box, inner: Box) -> bool:
 
 
 def overlap(first: Box, second: Box) -> Box | None:
-    """The common part of two boxes of one tensor; None: they share nothing, or their dims
-    differ."""
+    """The intersection of two boxes of one tensor; None: it is empty, or their dims differ."""
     if len({len(first.start), len(first.size), len(second.start), len(second.size)}) > 1:
         return None
     start, size = [], []
@@ -323,7 +323,7 @@ def overlap(first: Box, second: Box) -> Box | None:
 
 
 def subtract(boxes: Iterable[Box], removed: Box) -> list[Box]:
-    """The rest of disjoint boxes of one tensor without `taken`, as disjoint boxes."""
+    """Remove a box from disjoint boxes of one tensor. Returns: disjoint boxes."""
     remaining: list[Box] = []
     for box in boxes:
         common = overlap(box, removed)
@@ -332,7 +332,7 @@ def subtract(boxes: Iterable[Box], removed: Box) -> list[Box]:
 
 
 def _subtract_box(box: Box, removed: Box) -> list[Box]:
-    """The rest of a box without `taken`, which is inside the box, as disjoint boxes."""
+    """Remove an inner box from a box. Returns: disjoint boxes."""
     remaining: list[Box] = []
     start, size = list(box.start), list(box.size)
     for dim, (at, length) in enumerate(zip(removed.start, removed.size, strict=True)):
@@ -353,7 +353,7 @@ def _subtract_box(box: Box, removed: Box) -> list[Box]:
 def bytes_of(tensor: TensorSlot, box: Box) -> int:
     """The number of bytes of a box.
 
-    Raises: CallerError: the box is not inside the tensor, or larger than one request may ask for.
+    Raises: CallerError: the box is not inside the tensor, or too large for one request.
     """
     shape = tensor.shape
     if not len(box.start) == len(box.size) == len(shape) or not all(
@@ -378,7 +378,7 @@ def runs(tensor: TensorSlot, box: Box) -> tuple[list[int], int]:
 def _split(
     start: list[int], size: list[int], item: int, limit: int
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """The pieces of a box, in order, each of at most `limit` bytes that are adjacent in the box."""
+    """Cut a box into boxes, in order, each of at most `limit` adjacent bytes."""
     dim = next((d for d, length in enumerate(size) if length > 1), len(size))
     if dim == len(size) or math.prod(size) * item <= limit:
         yield start, size

@@ -1,12 +1,11 @@
 """Streams between the state managers of different nodes: mutual TLS, messages, and bulk bytes.
 
     client ⇄ server   TLS 1.3; both have certificates of the mesh's authority
-    server → client   Welcome; the rest is up to the session
+    server → client   Welcome; from then on the session decides
 
-Nothing is sent in the clear, and a peer without a certificate gets no answer. The name of a peer's
-node is the name in its certificate. A control message is a little-endian uint32 length, then
-MessagePack. Bulk bytes are decrypted straight into the memory where they belong. A stream is used
-by one task at a time.
+Nothing is sent unencrypted, and a peer without a certificate gets no answer. The certificate names
+the peer's node. A control message is a little-endian uint32 length, then MessagePack. Bulk bytes
+are decrypted straight into their final memory. Only one task at a time uses a stream.
 """
 
 from __future__ import annotations
@@ -42,21 +41,20 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_REQUEST_BYTES = 64 * 1024
-"""The largest message from a client."""
+"""Largest message from a client."""
 _CHUNK_BYTES = 1024 * 1024
 _INLINE_BYTES = 64 * 1024
-"""Bytes of a large chunk that are encrypted or decrypted at once on the event loop; the others go
-to a thread, beside those of other streams."""
+"""Bytes of a large chunk to encrypt or decrypt on the event loop. The rest goes to a thread, in
+parallel with other streams."""
 _SMALL_BYTES = 512 * 1024
-"""The most bytes that are all moved on the event loop: to wake a thread takes as long."""
+"""Chunks up to this size stay on the event loop: waking a thread would take as long."""
 _RECORD_BYTES = 16 * 1024
-"""The largest record of TLS."""
+"""Largest TLS record."""
 _MAX_STREAMS = 320
-"""The most streams that are served at once: for each of 64 nodes, four streams as their source and
-one as their peer. Further streams wait, and give up after a while: a fetch keeps its streams until
-it has everything."""
+"""Streams to serve at once: for each of 64 nodes, four as a source and one as a peer. Further
+streams wait and time out eventually, because a fetch keeps its streams until it is complete."""
 _MAX_UNPROVEN = 128
-"""The most connections that have not shown a certificate yet; one more closes the oldest."""
+"""Connections that may be without a certificate at once. One more closes the oldest."""
 _MAX_WELCOME_BYTES = 1024
 _LENGTH = struct.Struct("<I")
 _SPOILED = "DECRYPTION_FAILED_OR_BAD_RECORD_MAC"
@@ -72,17 +70,17 @@ class Welcome(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Identity:
-    """The TLS contexts by which this node proves who it is and verifies other nodes."""
+    """The TLS contexts by which this node proves its identity and verifies other nodes."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
 
     @classmethod
     def load(cls, directory: str | Path) -> Identity:
-        """The identity of this node, from files.
+        """Load this node's identity from files.
 
-        Args:   directory: holds `ca.pem`, `node.pem` and `node.key`; see `certificates`.
-        Raises: CallerError: a file is not there, or is no certificate.
+        Args:   directory: has `ca.pem`, `node.pem` and `node.key`; see `certificates`.
+        Raises: CallerError: a file is missing or is no certificate.
         """
         return cls(
             _context(ssl.PROTOCOL_TLS_SERVER, Path(directory)),
@@ -93,11 +91,11 @@ class Identity:
 def _context(protocol: int, directory: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Endpoints are addresses; a certificate names a node, and who it is for is up to the session.
+    # A certificate names a node, not an address; the session checks the node's name.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     if protocol == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # streams last: nobody resumes one
+        context.num_tickets = 0  # streams are long, so nobody resumes one
     try:
         context.load_verify_locations(directory / certificates.CA_FILE)
         context.load_cert_chain(
@@ -120,10 +118,10 @@ class Stream:
         self._sock = sock
         self._fd = sock.fileno()
         self._awaits_writing: bool | None = None
-        """Whether the last read or write has to wait until the socket is writable (True) or
-        readable (False); None: it has nothing to wait for."""
+        """Whether the last read or write must wait until the socket is writable (True) or readable
+        (False); None: it need not wait."""
         self.node = ""
-        """The name of the other end's node, by the certificate."""
+        """The peer's node, from its certificate."""
 
     async def send(self, message: msgspec.Struct) -> None:
         payload = msgspec.msgpack.encode(message)
@@ -132,7 +130,7 @@ class Stream:
     async def receive(self, limit_bytes: int) -> bytes:
         """Receive one message.
 
-        Raises: ConnectionError: the stream is closed, or the message is above the limit. OSError:
+        Raises: ConnectionError: the stream is closed, or the message exceeds the limit. OSError:
                 the connection broke.
         """
         (length,) = _LENGTH.unpack(await self._exactly(_LENGTH.size))
@@ -141,7 +139,8 @@ class Stream:
         return await self._exactly(length)
 
     async def send_bytes(self, memory: memoryview, timeout_s: float) -> None:
-        """Send bulk bytes. Raises: TimeoutError: one chunk of 1 MiB takes longer than this."""
+        """Send bulk bytes. Raises: TimeoutError: one chunk of 1 MiB takes longer than
+        `timeout_s`."""
         for start in range(0, len(memory), _CHUNK_BYTES):
             async with asyncio.timeout(timeout_s):
                 await self._send_all(memory[start : start + _CHUNK_BYTES])
@@ -152,10 +151,10 @@ class Stream:
         timeout_s: float,
         see: Callable[[memoryview], object] = lambda chunk: None,
     ) -> None:
-        """Fill the memory with bulk bytes; `see` is called with each chunk that has come.
+        """Fill the memory with bulk bytes, and call `see` with each chunk.
 
         Raises: ConnectionError: the other end closed too early. TimeoutError: one chunk of 1 MiB
-                takes longer than this.
+                takes longer than `timeout_s`.
         """
         done = 0
         while done < len(memory):
@@ -190,17 +189,17 @@ class Stream:
         return bytes(received)
 
     async def _fill(self, memory: memoryview) -> int:
-        """Fill the memory. Returns: the number of bytes that came before the other end closed."""
+        """Fill the memory. Returns: the bytes received before the other end closed."""
         return await self._move(self._sock.recv_into, memory)
 
     async def _send_all(self, memory: memoryview) -> None:
-        # One record at a time: a record that the socket does not take is offered again as it was.
+        # One record at a time: OpenSSL requires a retry with the same bytes.
         await self._move(lambda unsent: self._sock.send(unsent[:_RECORD_BYTES]), memory)
 
     async def _move(self, step: Callable[[memoryview], int], memory: memoryview) -> int:
-        """Read or write all of the memory, by steps that say how many bytes they moved.
+        """Read or write all of the memory with `step`, which returns how many bytes it moved.
 
-        Returns: the number of bytes; fewer than all where a step moved none.
+        Returns: the bytes moved; fewer than all if a step moved none.
         """
         done = 0
         limit = _SMALL_BYTES if len(memory) <= _SMALL_BYTES else _INLINE_BYTES
@@ -216,7 +215,7 @@ class Stream:
         return done
 
     def _move_now(self, step: Callable[[memoryview], int], memory: memoryview) -> int:
-        """Move what can be moved without waiting. Returns: the number of bytes."""
+        """Move as much as possible without waiting. Returns: the bytes moved."""
         done = 0
         self._awaits_writing = None
         try:
@@ -227,8 +226,8 @@ class Stream:
         return done
 
     async def _until_ready(self) -> None:
-        """Wait until the socket is ready for what the last read or write waits for; where that is
-        nothing, let other tasks run."""
+        """Wait until the socket is ready to continue. If nothing has to wait, let other tasks
+        run."""
         if self._awaits_writing is None:
             await asyncio.sleep(0)
             return
@@ -245,10 +244,10 @@ class Stream:
 
 
 async def in_thread(work: Callable[[memoryview], T], memory: memoryview) -> T:
-    """Work on memory in a thread, so that streams decrypt side by side.
+    """Process memory in a thread, so that streams are decrypted in parallel.
 
-    However often the call is cancelled, it ends only after the thread, and then releases the view:
-    from then on nobody uses the memory, which may be freed or given to somebody else.
+    However often the call is cancelled, it returns only after the thread has ended. It then
+    releases the view: from then on nobody uses the memory, which may be freed or reused.
     """
     with memory:
         working = asyncio.get_running_loop().run_in_executor(None, work, memory)
@@ -258,17 +257,17 @@ async def in_thread(work: Callable[[memoryview], T], memory: memoryview) -> T:
             while not working.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([working])
-            # A failure of the thread says nothing that the cancellation does not.
+            # The cancellation matters more than a failure of the thread.
             working.exception()
             raise
 
 
 async def connect(endpoint: str, identity: Identity, timeout_s: float) -> Stream:
-    """A stream to another node's state manager; both ends have proved who they are.
+    """Open a stream to another node's state manager, after both ends have proved their identity.
 
-    Raises: ResourceError: the endpoint is out of reach, or silent for `timeout_s`.
-            CallerError: PERMISSION_DENIED: one end does not know the authority of the other's
-            certificate; a bad endpoint.
+    Raises: ResourceError: the endpoint is out of reach, or silent for `timeout_s`. CallerError:
+            PERMISSION_DENIED: one end does not know the authority of the other's certificate; a bad
+            endpoint.
     """
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal():
@@ -301,7 +300,7 @@ async def _connected(host: str, port: int, identity: Identity) -> Stream:
 
 @contextlib.contextmanager
 def closed_on_failure(opened: Stream | socket.socket) -> Iterator[None]:
-    """Close what was opened where the block fails."""
+    """Close the stream or socket if the block fails."""
     try:
         yield
     except BaseException:
@@ -310,7 +309,7 @@ def closed_on_failure(opened: Stream | socket.socket) -> Iterator[None]:
 
 
 def typed_error(error: Exception, endpoint: str, timeout_s: float) -> PhaseloomError:
-    """The typed error for a failure of the stream to an endpoint."""
+    """Convert a failure of the stream to an endpoint into a typed error."""
     if isinstance(error, PhaseloomError):
         return error
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -335,7 +334,7 @@ Session = Callable[[Stream], Awaitable[None]]
 
 
 class Server:
-    """Accepts streams from nodes of this mesh, and serves each by a session."""
+    """Accepts streams from nodes of this mesh and runs a session for each."""
 
     def __init__(self, identity: Identity, timeout_s: float, session: Session) -> None:
         self._identity = identity
@@ -343,7 +342,7 @@ class Server:
         self._session = session
         self._slots = asyncio.Semaphore(_MAX_STREAMS)
         self._unproven: dict[asyncio.Task[None], None] = {}
-        """Connections without a certificate yet, in the order in which they came."""
+        """Connections without a certificate yet, oldest first."""
 
     async def serve(self, listener: socket.socket) -> None:
         """Accept streams until cancelled."""
@@ -360,7 +359,7 @@ class Server:
 
     async def _host(self, sock: socket.socket) -> None:
         node = ""
-        # Logged and counted there: a session keeps no state, so that it can end alone.
+        # `error_boundary` logs and counts failures. Sessions keep no state, so one can end alone.
         with (
             contextlib.closing(sock),
             contextlib.suppress(InternalError),
@@ -384,7 +383,7 @@ class Server:
                 log.warning("a stream from %s ended: %r", node or "an unknown node", error)
 
     def _configure(self, sock: socket.socket) -> None:
-        """Let the kernel find dead clients: a live one may be silent for long."""
+        """Have the kernel detect dead clients, because live ones may be silent for a long time."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):

@@ -1,6 +1,6 @@
-"""The one protocol in which state managers move weights versions and state files between nodes.
+"""The protocol by which state managers exchange weights versions and state files.
 
-A stream of `mesh` begins with a request that names an object. Where the request opens the object,
+A stream (`tls.py`) begins with a request that names an object. If the request opens the object,
 requests for its bytes follow:
 
     client → OpenVersion | OpenFile → server → Opened | Refusal
@@ -11,8 +11,8 @@ requests for its bytes follow:
     client → DescribeFile → server → FileDescription | Refusal
     client → KeepFiles → server → FilesKept | Refusal
 
-`Waiting` may come before any reply but `Opened`, any number of times. Both ends have certificates
-of the mesh; the scheduler's ticket says what the client may have.
+The server may send any number of `Waiting` before each reply except `Opened`. Both ends have
+certificates of the mesh. The scheduler's ticket says what the client may have.
 """
 
 from __future__ import annotations
@@ -34,34 +34,35 @@ MAX_REPLY_BYTES = MAX_HEADER_BYTES + 4096
 
 
 class BaseVersion(msgspec.Struct, frozen=True, array_like=True):
-    """An earlier version of the same policy, of which the client has what it asks for now."""
+    """An earlier version of the same policy that the client has."""
 
     seq: int
     digests: dict[str, str]
-    """The digests of its parts, by part, in the layout of the parts that are asked for."""
+    """Digests of those parts of it that the client requests now, by part. They have the same layout
+    in both versions."""
 
 
 class OpenVersion(msgspec.Struct, frozen=True, tag=True):
-    """Asks for a stream that carries slices of a version's parts."""
+    """Requests a stream that carries slices of a version's parts."""
 
     version: VersionKey
     ticket: Ticket | None
     parts: list[str]
-    """The parts that are wanted; empty: the client asks only which parts are there."""
+    """The parts to open; empty: only list the parts that the server has."""
     site: str = ""
-    """The site of the client's node; empty: the node has none."""
+    """The site of the client's node; empty: none."""
     peer: Peer = Peer("", "")
-    """The client, as a peer that others may fetch from."""
+    """The client, as a peer that other nodes may fetch from."""
     base: BaseVersion | None = None
-    """The version that the server may send deltas of; None: the client has none."""
+    """The version that the server may send deltas of, if the client has one."""
     relay: str | None = None
-    """The session of a fetch of the server, where the client asks for bytes that the server has
-    fetched in that session or is about to fetch. None: the client asks for parts that the server
-    holds."""
+    """The session of a fetch by the server. The client then receives bytes that the server has
+    fetched in that session, or waits for them. None: the client receives parts that the server
+    has."""
 
 
 class DescribeVersion(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the layout and digest of a version, or of a part of one."""
+    """Requests the layout and digest of a version or of one part."""
 
     version: VersionKey
     ticket: Ticket | None
@@ -71,12 +72,11 @@ class FileName(msgspec.Struct, frozen=True):
     """A state file of a deployment."""
 
     kind: str
-    """The kind of the file: `seal` or `version`."""
+    """`seal` or `version`."""
     deployment: DeploymentKey
     seq: int
     part: str = ""
-    """The part, where the version is written in parts; empty: the whole version, or its
-    manifest."""
+    """The part of a version that is written in parts; empty: the whole version, or its manifest."""
 
     def __str__(self) -> str:
         part = f" part {self.part}" if self.part else ""
@@ -84,57 +84,58 @@ class FileName(msgspec.Struct, frozen=True):
 
 
 class DescribeFile(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the header of a state file and, of a weights version, which parts are there."""
+    """Requests the header of a state file and, for a weights version, the names of its parts on the
+    server."""
 
     name: FileName
     ticket: FilesTicket
 
 
 class OpenFile(msgspec.Struct, frozen=True, tag=True):
-    """Asks for a stream that carries blocks of a state file. On that stream a block is a box of a
-    tensor that has the number of the section as its name."""
+    """Requests a stream that carries blocks of a state file. A block is a box of a tensor, whose
+    name is the number of the section."""
 
     name: FileName
     ticket: FilesTicket
 
 
 class KeepFiles(msgspec.Struct, frozen=True, tag=True):
-    """Asks the server to fetch these files from the client, and to keep them as a copy."""
+    """Requests that the server fetch these files from the client and keep them as a copy."""
 
     deployment: DeploymentKey
     seal_seq: int
     versions: list[int]
     committed: int
-    """The seq of the committed seal, which stays at the server until the seal at `seal_seq` is
+    """The seq of the committed seal. The server keeps that seal until the one at `seal_seq` is
     committed."""
     source: str
     """The endpoint of the client."""
     ticket: FilesTicket
     rank_offset: int = 0
-    """The first of the ranks that the seal holds, among those of all nodes."""
+    """The first rank in the seal, counted over all nodes."""
     num_ranks: int = 0
-    """The number of the deployment's ranks on all nodes: see `StateHeader.is_of`."""
+    """Ranks of the deployment on all nodes: see `StateHeader.is_of`."""
 
 
 # --- Requests on an open stream ------------------------------------------------------------------
 
 
 class Give(msgspec.Struct, frozen=True, tag=True):
-    """Asks for boxes of one part."""
+    """Requests boxes of one part."""
 
     part: str
     boxes: list[Box]
     num_bytes: int
-    """The bytes of all boxes. Where the server assigns chunks: the most bytes that it may send,
-    apart from the first box."""
+    """Size of all boxes. If the server assigns chunks: the most bytes to send, not counting the
+    first box."""
     failed: list[Peer] = []
-    """Peers that did not deliver what they were assigned."""
+    """Peers that did not deliver their share."""
     takes_delta: bool = False
-    """Whether the bytes may come as a delta of the base version that the stream was opened with."""
+    """Whether a delta of the base version is welcome instead of the bytes."""
 
 
 class Confirm(msgspec.Struct, frozen=True, tag=True):
-    """Asks, once everything has come, whether the part still is what was committed."""
+    """Asks, after everything has arrived, whether the part is still what was committed."""
 
     part: str
 
@@ -144,11 +145,10 @@ class Confirm(msgspec.Struct, frozen=True, tag=True):
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
     digests: dict[str, str]
-    """The digests by part: of the parts that were asked for, or of all parts that are there; empty
-    from a relay."""
+    """Digests of the requested parts, or of all parts that the server has; empty from a relay."""
     is_far: bool = False
-    """Whether the server is on another site than the client. If so, the server assigns each byte to
-    one node of the client's site."""
+    """Whether the server is on another site. If so, it assigns each byte to one node of the
+    client's site."""
 
 
 class VersionDescription(msgspec.Struct, frozen=True, tag=True):
@@ -160,55 +160,51 @@ class VersionDescription(msgspec.Struct, frozen=True, tag=True):
 class FileDescription(msgspec.Struct, frozen=True, tag=True):
     header: StateHeader
     parts: list[str]
-    """The parts of a weights version that are on the server's disk; empty: the version was written
-    whole, or the file is a part or a seal."""
+    """Parts of a weights version on the server's disk. Empty for seals, parts, and versions written
+    whole."""
 
 
 class FilesKept(msgspec.Struct, frozen=True, tag=True):
-    """Says that the files are on the server's disk, fsynced."""
+    """Confirms that the files are on the server's disk, fsynced."""
 
 
 class Shared(msgspec.Struct, frozen=True, array_like=True):
-    """The boxes of a request that the client is to take from a peer."""
+    """Boxes of a request that the client must fetch from a peer."""
 
     holder: Peer
     boxes: list[Fragment]
     digest: str
-    """The xxh3-128 of the bytes of these boxes, as the server has them."""
+    """The xxh3-128 of the server's bytes of these boxes."""
 
 
 class Assigned(msgspec.Struct, frozen=True, array_like=True):
-    """The chunk assignment of a request: which boxes the server sends, and which peers have the
-    others."""
+    """Which boxes of a request the server sends, and which peers have the others."""
 
     num_boxes: int
-    """The number of boxes that are answered, from the first on; the client asks for the others
+    """How many boxes, from the first on, this answer covers. The client requests the others
     again."""
     own_boxes: list[Fragment]
-    """The boxes that the server sends."""
+    """Boxes that the server sends."""
     peer_boxes: list[Shared]
-    """The boxes that peers have."""
 
 
 class Given(msgspec.Struct, frozen=True, tag=True):
-    """Comes before the bytes, which follow end to end, each box in the order of its tensor: all
-    boxes that were asked for or, where there is `assigned`, its `here`. A delta of these bytes may
-    follow in their place."""
+    """Announces bytes, which follow end to end in the order of the boxes: of all requested boxes
+    or, with `assigned`, of its `own_boxes`. A delta may replace them."""
 
     digest: str
     """The xxh3-128 of the bytes of these boxes."""
     assigned: Assigned | None = None
     delta_bytes: int = 0
-    """The number of bytes that follow, where they are a delta (`delta.py`) of the boxes' bytes in
-    the base version; 0: the boxes' own bytes follow."""
+    """Size of the delta (`delta.py`) that follows instead of the bytes; 0: the bytes follow."""
 
 
 class Confirmed(msgspec.Struct, frozen=True, tag=True):
-    """Says that the part is what was committed."""
+    """Confirms that the part is what was committed."""
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True):
-    """Says that the server still works on the reply, or waits for the bytes that it is to send."""
+    """Tells the client that the server is still preparing the reply."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
