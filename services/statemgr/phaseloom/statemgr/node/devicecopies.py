@@ -1,12 +1,11 @@
 """Weights versions in device memory, so that ranks on one GPU sync without the host.
 
-The rank that publishes a version hands over a descriptor of device memory with the same bytes, and
-a rank that opens the version on that device is given it. The daemon only holds descriptors: it
-uses no GPU.
+The rank that publishes a version hands over a descriptor of device memory with the same bytes. A
+rank that opens the version on that device receives it. The daemon only holds descriptors and uses
+no GPU itself.
 
-Invariant: device memory held here never keeps a deployment out, because heaps have the first right
-to the budget. It is a cache: the version itself is in host memory, and a kill of the daemon drops
-the device copies.
+Invariant: device copies never keep a deployment out, because heaps have priority in the budget.
+They are a cache: the version itself is in host memory, and a kill of the daemon drops them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopy:
-    """The device memory of one version, held by its descriptor."""
+    """The device memory of one version, as a descriptor."""
 
     device: int
     num_bytes: int
@@ -35,18 +34,18 @@ class DeviceCopy:
 
 
 class DeviceCopies:
-    """The device copies that this node holds, at most one a version."""
+    """The device copies on this node, at most one per version."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self._copies: dict[VersionKey, DeviceCopy] = {}
-        """The copies by version, the oldest first."""
+        """By version, oldest first."""
 
     def keep(self, rank: Rank, key: VersionKey, num_bytes: int, fds: list[int]) -> bool:
-        """Hold a version's device memory where it fits beside the heaps on the device.
+        """Hold a version's device memory if it fits next to the heaps on the device.
 
-        Older device copies are dropped to make room. The descriptors are owned from here on: they
-        are closed where the copy is refused.
+        Older device copies are dropped to make room. The method owns the descriptors and closes
+        them if it refuses the copy.
 
         Returns: whether the copy is held.
         Raises:  CallerError: PERMISSION_DENIED: there is not exactly one descriptor, or the rank is
@@ -75,9 +74,9 @@ class DeviceCopies:
         return copy.fd if copy is not None and copy.device == rank.device else None
 
     def make_way(self, rank: Rank) -> None:
-        """Drop the device copies, oldest first, that would not fit beside a rank's heap.
+        """Drop the oldest device copies that would not fit next to a rank's heap.
 
-        Called before the rank is loaded, when all that it displaces has left the device.
+        Called before the rank is loaded, after everything that it displaces has left the device.
         """
         budget = self._residency.device_budget_bytes[rank.device]
         used_bytes = self._residency.device_used_bytes(rank.device) + rank.device_bytes
@@ -96,7 +95,7 @@ class DeviceCopies:
             self.drop(key)
 
     def _drop_oldest(self, device: int, until_bytes: int) -> None:
-        """Drop the oldest copies on a device until the others take no more than these bytes."""
+        """Drop the oldest copies on a device until the others need at most `until_bytes`."""
         for key in [key for key, copy in self._copies.items() if copy.device == device]:
             if self.used_bytes(device) <= until_bytes:
                 break

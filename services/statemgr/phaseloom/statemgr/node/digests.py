@@ -1,11 +1,12 @@
-"""Digests of host copies, taken in the background while the device goes on.
+"""Digests of host copies, taken in the background while the device works on.
 
-An offload ends when the bytes are in host memory and the device memory is given back. The host copy
-is *dirty* then: whole, but without a digest, which is taken here after the switch. A load waits for
-the digest. A write to disk reads all bytes anyway, and takes the digest itself. After a kill of the
-daemon the next one takes it.
+An offload ends when the bytes are in host memory and the device memory is released. The host copy
+is then *dirty*: whole, but without a digest. The digest is taken here, after the switch, and a load
+waits for it. A write to disk reads all bytes anyway and takes the digest itself. If the daemon is
+killed, the next one takes it.
 
-Invariant: no rank is loaded from its copy before the digest is in, so the bytes stand still.
+Invariant: no rank is loaded from its copy before the digest is taken, so the bytes do not change
+meanwhile.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from phaseloom.statemgr.records.incarnations import HostCopy, Rank, State
 from phaseloom.statemgr.records.residency import Residency
 
 _SMALL_BYTES = 64 * 1024
-"""Bytes that are hashed in less time than it takes to wake a thread: those of a manifest."""
+"""Bytes that are hashed faster than a thread wakes up, such as a manifest."""
 
 
 class Digests:
-    """The digests being taken."""
+    """The digests that are being taken."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class Digests:
         self._stopped = background.stopped
 
     def begin(self, ranks: Iterable[Rank]) -> None:
-        """Begin to take the digests of the ranks that are offloaded and dirty."""
+        """Start to take the digests of ranks that are offloaded and dirty."""
         for rank in ranks:
             is_open = rank.is_dirty and rank not in self._under_way and not self._stopped.is_set()
             if is_open and rank.copy is not None and rank.state is rank.copy.state is State.HOST:
@@ -68,9 +69,9 @@ class Digests:
             await asyncio.shield(self._under_way.get(rank) or self._begin(rank))
 
     async def until_ended(self, rank: Rank) -> None:
-        """Wait until nothing reads the rank's host copy for its digest any more.
+        """Wait until nothing reads the rank's host copy for its digest.
 
-        Called before the copy's memory is given back: a read after that would take memory again.
+        Call this before giving back the copy's memory: a later read would occupy it again.
         """
         while (ending := self._under_way.get(rank)) is not None:
             await asyncio.shield(ending)
@@ -79,7 +80,7 @@ class Digests:
         copy = rank.copy
         assert copy is not None
         assert copy.extent is not None
-        # Taken now: by the time that the task runs, the rank may be lost and its extent freed.
+        # The view is made now: when the task runs, the rank may be lost and its extent freed.
         memory = self._memory[copy.extent].view(copy.num_bytes)
         ended = self._under_way[rank] = asyncio.get_running_loop().create_future()
         self._background.start(self._run(rank, copy, memory, ended))
@@ -91,10 +92,10 @@ class Digests:
         begun = copy.num_writes
         try:
             checksums = await asyncio.to_thread(checksums_of, memory, self._stopped)
-            # When it was stopped, some checksums are missing.
+            # Some checksums are missing if it was stopped.
             digest = "" if self._stopped.is_set() else combined(checksums)
-            # The digest is dropped where the rank is lost, or its copy has got a digest elsewhere
-            # meanwhile, after which it may have been loaded and copied out again.
+            # Ignore it if the rank is lost, or if a write to disk digested the copy, which was
+            # then loaded and copied out again.
             is_same = rank.is_dirty and copy.num_writes == begun
             if digest and is_same and rank.state is not State.LOST:
                 async with self._change():
@@ -106,14 +107,14 @@ class Digests:
 
 
 async def has_digest(memory: memoryview, digest: str) -> bool:
-    """Whether the memory has this digest; an empty digest is that of no memory."""
+    """Whether the memory has this digest. An empty digest matches nothing."""
     if len(memory) <= _SMALL_BYTES:
         return bool(digest) and digest_of(memory) == digest
     return bool(digest) and await asyncio.to_thread(digest_in_threads, memory) == digest
 
 
 def bad_copy(rank: Rank, reason: str) -> ResourceError:
-    """The error where the host copy of a rank is bad."""
+    """The error to raise if a rank's host copy is bad."""
     return ResourceError(
         f"the host copy of {rank} is bad: {reason}",
         code=Code.DATA_LOSS,
@@ -123,9 +124,9 @@ def bad_copy(rank: Rank, reason: str) -> ResourceError:
 
 
 def checksums_of(memory: memoryview, stopped: threading.Event) -> bytes:
-    """The checksums of the memory's blocks, joined; incomplete once `stopped` is set.
+    """Checksums of the memory's blocks, joined; incomplete once `stopped` is set.
 
-    Blocking and long: run it in a thread.
+    Blocking and slow: run it in a thread.
     """
     checksums = []
     for start in range(0, len(memory), BLOCK_BYTES):

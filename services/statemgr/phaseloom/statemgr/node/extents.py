@@ -1,9 +1,9 @@
-"""Host memory: one memfd an extent, mapped once and kept, under one budget.
+"""Host memory: one memfd per extent, mapped once and kept, under one budget.
 
-The sizes are sealed, so that no rank can shrink memory that this daemon has mapped (reading it
-would be a SIGBUS). Readers get a descriptor that was opened read-only. Memory that several jobs may
-read is also sealed against writing, through whatever descriptor. The mapping counts as shared
-memory of this process, not as anonymous memory.
+Sizes are sealed, so that no rank can shrink memory that this daemon has mapped: reading it would be
+a SIGBUS. Readers get a descriptor that was opened read-only. Memory that several jobs may read is
+also sealed against writing through any descriptor. The mappings count as shared memory of this
+process, not as anonymous memory.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from phaseloom.common.tensors.hugepages import map_file, place_file
 from phaseloom.statemgr.records.layouts import exhausted, rounded
 
 MAX_IDLE_PER_POOL = 2
-"""Idle extents kept in one pool; older ones are given up."""
+"""Idle extents to keep per pool; the oldest ones are released."""
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MAX_NAME = 200
-"""Longest name of a memfd; the kernel takes 249 bytes. Names are only shown in /proc."""
+"""Longest memfd name; the kernel accepts 249 bytes. Names are only shown in /proc."""
 
 
 class Extent:
-    """The memory of one extent: a memfd, which holds zeroes until it is written."""
+    """The memory of one extent: a memfd, zero-filled until it is written."""
 
     def __init__(self, num_bytes: int, name: str, *, may_freeze: bool = False) -> None:
-        """Args:   may_freeze: whether `freeze` can make the memory immutable later.
-        Raises: OSError: the system has no descriptor or no memory to give.
-        """
+        """Args: may_freeze: whether `freeze` may be used later. Raises: OSError: the system has no
+        descriptor or no memory left."""
         fd = os.memfd_create(name[:_MAX_NAME], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, rounded(num_bytes))
@@ -45,9 +44,9 @@ class Extent:
 
     @classmethod
     def take_over(cls, fd: int, num_bytes: int) -> Extent:
-        """An extent that another process made; owns `fd` from here on, except where it raises.
+        """Adopt an extent that another process made. Owns `fd` from here on, unless it raises.
 
-        Raises: OSError: the descriptor is no memfd. ValueError: its size is another, or can change.
+        Raises: OSError: the descriptor is no memfd. ValueError: its size is wrong or not sealed.
         """
         if os.fstat(fd).st_size != rounded(num_bytes):
             raise ValueError(f"it has {os.fstat(fd).st_size} bytes, not {rounded(num_bytes)}")
@@ -72,9 +71,9 @@ class Extent:
         return bool(fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE)
 
     def freeze(self) -> bool:
-        """Seal the memory against writing, for good.
+        """Seal the memory against writing, permanently.
 
-        Returns: False: somebody may have it mapped writable, or it was made without `may_freeze`.
+        Returns: False: a process may have it mapped writable, or it was made without `may_freeze`.
         """
         self._map = None
         try:
@@ -84,9 +83,9 @@ class Extent:
         return True
 
     def readable(self, num_bytes: int) -> memoryview:
-        """The first `num_bytes`, to read only: nobody else sees what is written to this view."""
+        """The first `num_bytes`, read-only by convention: writes to this view are private to it."""
         if self._read_only_map is None:
-            # Private: ctypes takes the address of writable mappings only, as `copy` does.
+            # Private: `copy` needs the address, which ctypes gives only of writable mappings.
             fd, flags = self.read_only_fd, mmap.MAP_PRIVATE
             self._read_only_map = mmap.mmap(fd, self.num_bytes, flags=flags)
         return memoryview(self._read_only_map)[:num_bytes]
@@ -102,7 +101,7 @@ class Extent:
         return self._map
 
     def vacate(self) -> None:
-        """Give the extent's pages back to the system under all mappings, of every process.
+        """Give the extent's pages back to the system, under the mappings of every process.
 
         The extent reads as zeroes afterwards.
         """
@@ -110,37 +109,37 @@ class Extent:
         mapping.madvise(mmap.MADV_REMOVE, start, self.num_bytes)
 
     def close(self) -> None:
-        """Close the descriptors; the memory goes once the last view on it is gone."""
+        """Close the descriptors. The memory is freed with the last view of it."""
         os.close(self.fd)
         os.close(self.read_only_fd)
-        # The maps are not closed by force: a thread may be reading a view. The last reference
+        # The maps are not closed here because a thread may be reading a view. The last reference
         # unmaps them.
         self._map = self._read_only_map = None
 
 
 class HostMemory:
-    """Host memory of one node as a budget: extents handed out, and idle ones kept for reuse.
+    """The node's host memory as a budget: extents in use, and idle ones kept for reuse.
 
-    Invariant (`validate`): the bytes of all extents, idle ones included, never exceed the budget.
+    Invariant (`validate`): the bytes of all extents, including idle ones, never exceed the budget.
 
     Idle extents are kept because the first touch of fresh memory costs ten times a copy into
-    touched memory; they are given up, oldest first, before anything is refused. An extent is only
-    ever reused within its pool, so that no deployment is handed memory that another one may still
-    have mapped. A vacated extent keeps its number and its mappings, but has no memory until it is
-    occupied again. An extent with several holders is counted once, and stays until the last holder
-    gives it up.
+    touched memory. They are released, oldest first, before a reservation is refused. An extent is
+    only reused within its pool, so that no deployment gets memory that another one may still have
+    mapped. A vacated extent keeps its number and its mappings, but has no memory until it is
+    occupied again. An extent with several holders counts once and stays until its last holder frees
+    it.
     """
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
-        """Bytes of all extents that have memory, idle ones included."""
+        """Bytes of all extents that have memory, including idle ones."""
         self.unrecorded: set[int] = set()
         """Extents that are being filled for a record that does not exist yet."""
         self._last = 0
         self._extents: dict[int, Extent] = {}
         self._idle: dict[int, str] = {}
-        """The pool of each idle extent, the oldest first."""
+        """Pool of each idle extent, oldest first."""
 
     def __getitem__(self, extent: int) -> Extent:
         return self._extents[extent]
@@ -148,12 +147,13 @@ class HostMemory:
     def reserve(
         self, num_bytes: int, label: str, pool: str = "", *, may_freeze: bool = False
     ) -> int:
-        """Reserve an extent of at least `num_bytes`; returns its number.
+        """Reserve an extent of at least `num_bytes`.
 
-        Args:   what: the name of the memory in /proc and in a refusal.
-                pool: an idle extent of this pool is reused where one of the size is there.
-                may_freeze: whether a new extent can be made immutable later.
-        Raises: ResourceError: RESOURCE_EXHAUSTED with the numbers.
+        Args:    label: the name of the memory in /proc and in errors.
+                 pool: reuse an idle extent of this pool if it has the size.
+                 may_freeze: whether a new extent can be made immutable later.
+        Returns: the number of the extent.
+        Raises:  ResourceError: RESOURCE_EXHAUSTED with the numbers.
         """
         size = rounded(num_bytes)
         for number, owner in self._idle.items():
@@ -185,7 +185,7 @@ class HostMemory:
         self.used_bytes -= vacated.num_bytes
 
     def occupy(self, extent: int, label: str) -> None:
-        """Take memory for a vacated extent again."""
+        """Reserve memory for a vacated extent again."""
         vacated = self._extents[extent]
         assert vacated.is_vacated
         self._make_room(vacated.num_bytes, label)
@@ -195,9 +195,9 @@ class HostMemory:
     def take_over(
         self, extent: int, fd: int, num_bytes: int, label: str, *, is_vacated: bool = False
     ) -> None:
-        """Take over an extent of the daemon before; owns `fd` from here on, except where it raises.
+        """Adopt an extent of the previous daemon. Owns `fd` from here on, unless it raises.
 
-        Raises: ResourceError: the extent does not fit the budget, or `fd` is not such an extent.
+        Raises: ResourceError: the extent exceeds the budget, or `fd` is not that extent.
         """
         assert extent not in self._extents
         size = 0 if is_vacated else rounded(num_bytes)
@@ -219,35 +219,35 @@ class HostMemory:
         self.used_bytes += size
 
     def handles(self) -> dict[int, int]:
-        """The descriptor of each extent, by number; idle extents are included."""
+        """The descriptor of each extent, including idle ones, by number."""
         return {number: extent.fd for number, extent in self._extents.items()}
 
     def hold(self, extent: int) -> None:
-        """Count one more holder of an extent; each holder calls `free` or `park` once."""
+        """Add a holder of an extent. Each holder calls `free` or `park` once."""
         assert extent not in self._idle
         self._extents[extent].num_holders += 1
 
     def free(self, extent: int) -> None:
-        """Give up one holder's share of an extent; the last holder's call frees it."""
+        """Remove a holder of an extent; frees it if it was the last one."""
         if self._is_left(extent):
             self._give_up(extent)
 
     def park(self, extent: int, pool: str) -> None:
-        """Give up one holder's share of an extent; the last holder's call keeps it, touched as it
-        is, for the next reservation in `pool`."""
+        """Remove a holder of an extent. If it was the last one, keep the touched memory for the
+        next reservation in `pool`."""
         if self._is_left(extent):
             self._idle[extent] = pool
             for number in self._idle_of(pool)[:-MAX_IDLE_PER_POOL]:
                 self._give_up(number)
 
     def _is_left(self, extent: int) -> bool:
-        """Count one holder less. Returns: whether it was the last one."""
+        """Remove a holder. Returns: whether it was the last one."""
         assert extent not in self._idle
         self._extents[extent].num_holders -= 1
         return not self._extents[extent].num_holders
 
     def drop_pool(self, pool: str) -> None:
-        """Give up all idle extents of `pool`, which may no longer be reused."""
+        """Release all idle extents of `pool`, which must not be reused any longer."""
         for number in self._idle_of(pool):
             self._give_up(number)
 
@@ -257,12 +257,12 @@ class HostMemory:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the budget that can be had at once, those of idle extents included."""
+        """Bytes of the budget that are available at once, including those of idle extents."""
         idle_bytes = sum(self._extents[extent].num_bytes for extent in self._idle)
         return self.budget_bytes - self.used_bytes + idle_bytes
 
     def extents_in_use(self) -> set[int]:
-        """The extents that have a holder, vacated ones included; idle ones have none."""
+        """Extents that have a holder, including vacated ones. Idle ones have none."""
         return self._extents.keys() - self._idle.keys()
 
     def close(self) -> None:
@@ -296,7 +296,7 @@ class HostMemory:
         return [extent for extent, owner in self._idle.items() if owner == pool]
 
     def _make_room(self, size: int, label: str) -> None:
-        """Give up idle extents until `size` bytes are free."""
+        """Release idle extents until `size` bytes are free."""
         if size > self.free_bytes:
             used_bytes = self.budget_bytes - self.free_bytes
             raise ResourceError(
@@ -317,14 +317,14 @@ class HostMemory:
 
 
 def joined(first: Extent, first_bytes: int, second: Extent, second_bytes: int) -> memoryview:
-    """The beginning of one extent followed by that of another, as one view; copies nothing.
+    """The beginning of one extent followed by that of another, as one view without copying.
 
     Args:   first_bytes: bytes of the first extent, whole pages.
-    Raises: OSError: the system maps no more.
+    Raises: OSError: the system cannot map more.
     """
     assert first_bytes % mmap.PAGESIZE == 0
     num_bytes = first_bytes + rounded(second_bytes)
-    # The mapping owns what is placed into it: the last reference to it unmaps both.
+    # The mapping owns both files' pages; its last reference unmaps them.
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof((ctypes.c_char * num_bytes).from_buffer(mapping))
     place_file(address, first.fd, first_bytes)

@@ -30,28 +30,28 @@ from phaseloom.statemgr.records.manifest import Manifest, encode_manifest, encod
 log = logging.getLogger(__name__)
 
 INDEX_HANDLES = (-1, -2)
-"""The handles of the index's two memfds; extents, whose numbers begin at 1, have positive ones."""
+"""Handles of the index's two memfds. Extents have positive handles."""
 _KEEP_TIMEOUT_S = 10.0
-"""Time for the agent to answer that it keeps handles, in seconds."""
 
 
 class Ledger:
+    """The daemon's record of changes; see the module."""
+
     def __init__(self, node: NodeId, memory: HostMemory, describe: Callable[[], Manifest]) -> None:
-        """Args: describe: the manifest of what the node holds now."""
+        """Args: describe: returns the manifest of what the node holds now."""
         self.node = node
         self.handles = HandleRegistry(memory, describe)
         self.settled = asyncio.Event()
-        """Set once all that a killed daemon held is taken over or given up; the records may be used
-        from then on."""
+        """Set once everything that a killed daemon held is taken over or given up. The records are
+        usable from then on."""
         self._changed = asyncio.Event()
 
     @asynccontextmanager
     async def change(self) -> AsyncIterator[AsyncExitStack]:
-        """Bring the manifest up to date with all changes so far when the block ends, however it
-        ends.
+        """Bring the manifest up to date when the block ends, however it ends.
 
         Memory and files that the older manifest names must outlast it. The caller frees them in
-        callbacks that it pushes on the stack, which run once the new manifest stands.
+        callbacks that it pushes on the stack, which run once the new manifest is written.
         """
         async with AsyncExitStack() as after_recording:
             try:
@@ -60,17 +60,17 @@ class Ledger:
                 await self.handles.record()
 
     def announce(self) -> None:
-        """Wake all who wait in `until`: something has changed."""
+        """Wake everyone in `until`, because something has changed."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def until(self, predicate: Callable[[], bool]) -> None:
-        """Wait until `predicate` holds; it is evaluated again at each `announce`."""
+        """Wait until `predicate` holds; each `announce` evaluates it again."""
         while not predicate():
             await self._changed.wait()
 
     async def until_settled(self, timeout_s: float) -> None:
-        """Wait until this daemon knows what it holds. Raises: ResourceError: not in time."""
+        """Wait until the records are usable. Raises: ResourceError: not in time."""
         try:
             await asyncio.wait_for(self.settled.wait(), timeout_s)
         except TimeoutError:
@@ -80,12 +80,11 @@ class Ledger:
 
 
 class HandleRegistry:
-    """The handles that the agent keeps, and the manifest, brought up to date by `record`."""
+    """The handles that the agent keeps, and the manifest. `record` brings both up to date."""
 
     def __init__(self, memory: HostMemory, describe: Callable[[], Manifest]) -> None:
         self.index = secrets.token_hex(8)
-        """The name of this set of handles; an agent with handles of another name has none of
-        these."""
+        """Name of this set of handles. An agent with handles of another name has none of these."""
         self._memory = memory
         self._describe = describe
         self._fds = [os.memfd_create("phaseloom: index", os.MFD_CLOEXEC) for _ in INDEX_HANDLES]
@@ -96,7 +95,7 @@ class HandleRegistry:
         self._lock = asyncio.Lock()
 
     def attach(self, agent: Peer[StateMessage]) -> None:
-        """Let this agent keep the handles from now on; the handles that it kept so far are void."""
+        """Let this agent keep the handles from now on. Handles that it kept before are void."""
         self._agent, self._kept_handles = agent, set()
         self.index = secrets.token_hex(8)
 
@@ -108,17 +107,19 @@ class HandleRegistry:
         generation: int,
         kept_handles: set[int],
     ) -> None:
-        """Go on with the index of the daemon before, whose handles this agent keeps.
+        """Continue with the index of the previous daemon, whose handles this agent keeps.
 
-        Args: fds: the two memfds of the index. generation: that of the newest record in them.
-              held: the handles that the agent keeps.
+        Args: fds: the two memfds of the index.
+              generation: of the newest record in them.
+              kept_handles: the handles that the agent keeps.
         """
         close_fds(self._fds)
         self._fds, self._generation, self._written = fds, generation, b""
         self.index, self._agent, self._kept_handles = index, agent, kept_handles
 
     def detach(self, agent: Peer[StateMessage]) -> None:
-        """Forget the agent, if it is the attached one; nothing is recorded until another comes."""
+        """Forget the agent if it is the attached one. Nothing is recorded until another one
+        comes."""
         if self._agent is agent:
             self._agent, self._kept_handles = None, set()
 
@@ -129,7 +130,7 @@ class HandleRegistry:
     async def record(self) -> None:
         """Bring the agent's handles and the manifest up to date. Raises nothing.
 
-        Where another agent comes meanwhile, it has none of the handles, and is told all of them.
+        If another agent comes meanwhile, it has none of the handles, so it gets all of them.
         """
         async with self._lock:
             while (agent := self._agent) is not None:
@@ -184,7 +185,7 @@ class HandleRegistry:
             while offset < len(record):
                 offset += os.pwrite(fd, record[offset:], offset)
         except OSError as error:
-            # The record before stands. The next daemon verifies what it says before believing it.
+            # The older record stands. The next daemon verifies its claims.
             log.error("the index cannot be brought up to date: %s", error)
             return
         self._generation += 1

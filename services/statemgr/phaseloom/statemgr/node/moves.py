@@ -1,9 +1,9 @@
-"""The moves between host memory and NVMe that are under way.
+"""The moves of host copies between host memory and NVMe that are under way.
 
 Invariant: at most one move of a host copy is under way. A caller that needs the copy in host memory
-cancels a demotion and joins a promotion. A move goes on where the caller that asked for it is gone,
-and tells its failure to all who wait. `Tiering` begins the moves; `Node` cancels the moves of lost
-copies.
+cancels a demotion and joins a promotion. A move continues if its caller is cancelled, and reports
+its failure to everyone who waits. `Tiering` starts the moves; `HostCopyStore` cancels the moves of
+lost copies.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ def _future() -> asyncio.Future[None]:
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """One move of a host copy that is under way."""
+    """One move of a host copy."""
 
     copy: HostCopy
     is_up: bool
-    """Whether the copy is promoted; else it is demoted."""
+    """True: a promotion; False: a demotion."""
     is_hint: bool
-    """Whether a hint began the move: only copies that are needed later make room for it."""
+    """Whether a hint started the move, so that only copies that are needed later make room for
+    it."""
     cancelled: threading.Event
     """Set to end the move early; read by the thread that moves the bytes."""
     done: asyncio.Future[None] = field(default_factory=_future)
-    """The end of the move, with its failure."""
+    """The end of the move, with its failure if any."""
 
     @property
     def name(self) -> str:
@@ -69,10 +70,8 @@ class Moves:
         stale_file: Callable[[HostCopy], Path | None],
         announce: Callable[[], None],
     ) -> None:
-        """Args: stale_file: asked after a move for the copy's file, to be removed; None: the copy
-        is needed.
-        announce: called when a move has ended.
-        """
+        """Args: stale_file: called after a move; returns the copy's file if it must be removed.
+        announce: called when a move has ended."""
         self._background = background
         self._name = name
         self._directory = directory
@@ -92,12 +91,11 @@ class Moves:
         return list(self._moves.values())
 
     async def move(self, copy: HostCopy, work: Work, *, is_up: bool) -> None:
-        """Move a host copy and wait for the end; the move goes on where the caller is cancelled."""
+        """Move a host copy and wait. The move continues if the caller is cancelled."""
         await asyncio.shield(self._begin(copy, work, is_up=is_up).done)
 
     async def until_settled(self, copy: HostCopy) -> None:
-        """Wait until no move of the host copy is under way: a promotion is joined, a
-        demotion cancelled."""
+        """Wait until no move of the host copy is under way: join a promotion, cancel a demotion."""
         while (move := self._moves.get(copy)) is not None:
             if not move.is_up:
                 move.cancelled.set()
@@ -105,15 +103,13 @@ class Moves:
                 await asyncio.shield(move.done)
 
     def hint(self, copy: HostCopy, work: Work) -> None:
-        """Begin to promote a host copy that will be needed, unless a move of it is under way."""
+        """Start to promote a host copy that will be needed, unless a move of it is under way."""
         if copy not in self._moves:
             self._begin(copy, work, is_up=True, is_hint=True)
 
     def give_up(self, copy: HostCopy, file: Path) -> None:
-        """Give up a host copy that nobody needs: cancel its move, or else remove its file.
-
-        A cancelled move removes the file as it ends.
-        """
+        """Give up a host copy that nobody needs: cancel its move, which then removes its file, or
+        remove the file at once."""
         move = self._moves.get(copy)
         if move is not None:
             move.cancelled.set()
@@ -121,7 +117,8 @@ class Moves:
             self._directory.discard(file)
 
     async def discard(self, file: Path) -> None:
-        """Remove a file that nobody needs. Raises nothing: a file that stays is swept later."""
+        """Remove a file that nobody needs. Raises nothing: the next start removes leftover
+        files."""
         with contextlib.suppress(InternalError), error_boundary(metrics.UNFORESEEN, "move"):
             await asyncio.to_thread(self._directory.discard, file)
 
@@ -132,10 +129,10 @@ class Moves:
         return move
 
     async def _run(self, move: Move, work: Work) -> None:
-        """Do the work of a move, and tell its end to all who wait.
+        """Do the work of a move and report its end to everyone who waits.
 
-        A step that the transition table does not have ends this process: nobody knows where the
-        copy is, and the next daemon verifies both places.
+        An invalid transition ends this process: nobody knows where the copy is, and the next daemon
+        verifies both places.
         """
         labels = {"node": self._name, "direction": move.name}
         failure: PhaseloomError | None = None
@@ -151,7 +148,7 @@ class Moves:
         file = self._stale_file(move.copy)
         if file is not None:
             await self.discard(file)
-        # Only now: whoever waits for its end finds the next move free to begin.
+        # Before `done`: those who wait may start the next move at once.
         del self._moves[move.copy]
         if failure is None:
             move.done.set_result(None)

@@ -1,6 +1,6 @@
-"""What all features of the state manager share, built and connected.
+"""The parts that all features of the state manager share, built and connected.
 
-Features receive the parts that they use; only `main` and tests hold a `Node`.
+Features receive the parts that they use. Only `main` and tests hold a `Node`.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class WpgEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class VersionEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A weights version in host memory. Those on disk are found there."""
+    """A weights version in host memory. Versions on disk are found there."""
 
     key: VersionKey
     num_bytes: int
@@ -108,7 +108,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     host_copies: list[CopyEntry]
     snapshots: list[Snapshot]
     seals: list[HostSeal]
-    """Seals in host memory. Those on disk are found there."""
+    """Seals in host memory. Seals on disk are found there."""
 
 
 def manifest_of(records: Records, endpoint: str = "") -> Manifest:

@@ -41,7 +41,8 @@ class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     deployment: DeploymentKey
     """The deployment of a seal or host copy; the policy of a version."""
     seq: int
-    """Of the last mutating operation in a seal or host copy; of the publish of a version."""
+    """The seq of the last mutating operation in a seal or host copy, or of the publish of a
+    version."""
     parts: list[Section]
     """Sections in the order of ranks: one, except in seals of several ranks."""
     block_bytes: int = 0

@@ -38,7 +38,7 @@ class Version:
     """Number of tasks that use the memory now."""
     is_dropped: bool = False
     is_bad: bool = False
-    """Whether the memory differs from what was committed, so that nobody may reuse it."""
+    """Whether the memory differs from the committed bytes, so that nobody may reuse it."""
     readers: set[Wpg] = field(default_factory=set, repr=False)
     """Incarnations whose ranks may have the memory mapped."""
     num_openings: int = 0

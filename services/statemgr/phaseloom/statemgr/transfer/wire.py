@@ -135,7 +135,7 @@ class Give(msgspec.Struct, frozen=True, tag=True):
 
 
 class Confirm(msgspec.Struct, frozen=True, tag=True):
-    """Asks, after everything has arrived, whether the part is still what was committed."""
+    """Asks, after everything has arrived, whether the part still has its committed bytes."""
 
     part: str
 
@@ -200,7 +200,7 @@ class Given(msgspec.Struct, frozen=True, tag=True):
 
 
 class Confirmed(msgspec.Struct, frozen=True, tag=True):
-    """Confirms that the part is what was committed."""
+    """Confirms that the part still has its committed bytes."""
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True):

@@ -1,6 +1,5 @@
-"""Fetches weights versions into host memory, from this node's disk or else from other nodes, and
-drops those that a reader found bad there (`Suspects`).
-"""
+"""Fetches weights versions into host memory, from this node's disk or from other nodes. `Suspects`
+drops versions that a reader found bad."""
 
 from __future__ import annotations
 
@@ -44,22 +43,22 @@ from phaseloom.statemgr.transfer.tls import Stream, closed_on_failure
 log = logging.getLogger(__name__)
 
 _NOWHERE = frozenset({Code.NOT_FOUND, Code.DATA_LOSS, Code.FAILED_PRECONDITION})
-"""The codes that sources answer with where they do not have the version."""
+"""Codes with which a source says that it does not have the version."""
 
 
 class VersionRequest(NamedTuple):
-    """A version that is to be in host memory, and where it may be had."""
+    """A version that must be in host memory, and where to get it."""
 
     key: VersionKey
     sources: Sequence[str] = ()
     ticket: Ticket | None = None
     digest: str = ""
-    """The digest that a source must have to be fetched from; empty: any digest."""
+    """The digest that a source must have; empty: any."""
     permit: CommandId | None = None
-    """The permit of the operation that is to read the version. Its ranks copy the same memory, so
+    """The permit of the operation that reads the version. All of its ranks copy the same memory, so
     requests with one permit share one verification."""
     is_ahead: bool = False
-    """Whether no operation waits for the version yet: see `OpenVersion`."""
+    """Whether this is a prefetch; see `OpenVersion`."""
 
 
 class VersionFetcher:
@@ -78,32 +77,33 @@ class VersionFetcher:
         self._tiering = tiering
         self._directory = directory
         self._incoming: WeakKeyDictionary[Version, Incoming] = WeakKeyDictionary()
-        """The slices of each version that is being fetched, and of each fetched copy of slices."""
+        """The slices of each version, or copy of slices, that is being fetched, and of each fetched
+        copy of slices."""
         self._requested: set[VersionKey] = set()
-        """The versions, parts and copies of slices that other nodes are asked for now."""
+        """Versions, parts and copies of slices that other nodes are being asked for."""
         self._cancelled: set[VersionKey] = set()
-        """Those of them that were dropped since: they are not fetched any more."""
+        """Members of `_requested` that were dropped since."""
         self._verifying: WeakKeyDictionary[Version, asyncio.Lock] = WeakKeyDictionary()
-        """Held by whoever verifies a version's memory for a reader."""
+        """Held while a version's memory is verified for a reader."""
         self._locks: WeakValueDictionary[VersionKey, asyncio.Lock] = WeakValueDictionary()
 
     def lock(self, key: VersionKey) -> asyncio.Lock:
-        """The lock of a version, held by whoever fetches, verifies or commits it."""
+        """The lock of a version. Hold it to fetch, verify or commit the version."""
         return self._locks.setdefault(key, asyncio.Lock())
 
     def incoming(self, version: Version) -> Incoming | None:
-        """The slices of a version and which bytes of them have come, where the version is being
-        fetched or is a copy of slices; None: it is neither."""
+        """The slices of a version that is being fetched, or of a copy of slices, and which of their
+        bytes have arrived; None: it is neither."""
         return self._incoming.get(version)
 
     def cancel(self, is_gone: Callable[[VersionKey], bool]) -> None:
-        """Give up what is asked of other nodes and is not needed any more, where its memory has not
-        been reserved yet; a fetch that has memory ends with it (`Version.end_fetch`)."""
+        """Cancel requests to other nodes that have not reserved memory yet. A fetch with memory
+        ends with its version (`Version.end_fetch`)."""
         self._cancelled.update(filter(is_gone, self._requested))
 
     @contextmanager
     def requesting(self, key: VersionKey) -> Iterator[None]:
-        """Within the block other nodes are asked for a version, a part or slices of one."""
+        """Mark a version, part or copy of slices as requested from other nodes within the block."""
         self._requested.add(key)
         try:
             yield
@@ -112,13 +112,15 @@ class VersionFetcher:
             self._cancelled.discard(key)
 
     def mark_needed(self, key: VersionKey) -> None:
-        """Note that an operation waits for a version, or a copy of slices, whoever fetches it."""
+        """Record that an operation waits for a version or copy of slices, even if a prefetch
+        fetches it."""
         version = self._version_records.find(key)
         if version is not None:
             version.is_ahead = False
 
     async def get_verified(self, request: VersionRequest) -> Version:
-        """The committed version, in memory, verified; read or fetched again where it was bad.
+        """Return the committed version, in memory and verified. If it was bad, it is read or
+        fetched again.
 
         Raises: as `get`.
         """
@@ -129,9 +131,9 @@ class VersionFetcher:
         return await self.get(request, is_suspect=True)
 
     async def is_sound(self, version: Version, permit: CommandId | None) -> bool:
-        """Whether a version in host memory is what was committed, and is still here.
+        """Whether a version in host memory still has its committed bytes, and was not dropped.
 
-        The lock on the version's key stays free, so that other requests go on meanwhile.
+        Does not need the version's lock, so other requests continue meanwhile.
         """
         with self._versions.using(version):
             async with self._verifying.setdefault(version, asyncio.Lock()):
@@ -142,9 +144,9 @@ class VersionFetcher:
         return not version.is_dropped
 
     async def get(self, request: VersionRequest, *, is_suspect: bool = False) -> Version:
-        """The committed version, in memory. Concurrent requests share one fetch.
+        """Return the committed version, in memory. Concurrent requests share one fetch.
 
-        Args:   is_suspect: whether to verify first the copy that is here, and drop it if it is bad.
+        Args:   is_suspect: first verify the copy that is here, and drop it if it is bad.
         Raises: CallerError: NOT_FOUND: the version is not committed here yet, or no source has it.
                 ResourceError: no source could deliver it; DATA_LOSS; no host memory; UNAVAILABLE:
                 its policy makes it again.
@@ -157,11 +159,11 @@ class VersionFetcher:
             if version is not None and not version.is_committed:
                 raise CallerError(f"version {key} is not committed yet", code=Code.NOT_FOUND)
             bad: Version | None = None
-            # A manifest is small, and this daemon reads it before a reader could find it bad.
+            # Manifests are small, and this daemon reads them itself, so they are always verified.
             if version is not None and (is_suspect or version.is_manifest):
                 bad = version if await self.suspects.drop_if_bad(version) else None
             if bad is not None:
-                # All readers are to have the same.
+                # All readers must get the same bytes.
                 request = request._replace(digest=request.digest or bad.digest)
             try:
                 return await self._read_or_fetch(request)
@@ -175,7 +177,8 @@ class VersionFetcher:
                 raise
 
     async def _read_or_fetch(self, request: VersionRequest) -> Version:
-        """The version from memory, else from disk, else from another node, where both verify it."""
+        """Return the version from memory, else from disk, else from another node. The latter two
+        verify it."""
         version = self._version_records.find(request.key)
         if version is not None and version.extent is None:
             try:
@@ -195,7 +198,7 @@ class VersionFetcher:
         return version
 
     async def _read(self, version: Version, *, is_ahead: bool) -> None:
-        """Read a version from disk into an extent of its own."""
+        """Read a version from disk into a new extent."""
         key = version.key
         path = self._directory.version(key)
         label, pool, after_s = f"version {key}", str(key.policy), _after_s(is_ahead=is_ahead)
@@ -216,7 +219,7 @@ class VersionFetcher:
         version.check_kept()
 
     async def _fetch(self, request: VersionRequest) -> Version:
-        """Fetch a version from other nodes, as the slices that cover all of it."""
+        """Fetch a whole version from other nodes."""
         with self.requesting(request.key):
             endpoint, stream, described = await self._describe(request)
             with closing(stream):
@@ -228,7 +231,7 @@ class VersionFetcher:
         idle_streams: dict[str, Stream],
         described: wire.VersionDescription,
     ) -> Version:
-        """Fetch a described version. Args: connected: as that of `Fetch`."""
+        """Fetch a described version. Args: idle_streams: see `Fetch`."""
         key = request.key
         size, digest = described.num_bytes, described.digest
         table = TensorTable.of(described.tensors)
@@ -258,10 +261,10 @@ class VersionFetcher:
         label: str,
         digest: str = "",
     ) -> Iterator[Fetch]:
-        """A fetch of a version or slices into memory. An earlier version of the same layout stays
-        within the block: sources may send deltas of it.
+        """Make a fetch of a version or slices into memory. Sources may send deltas of an earlier
+        version of the same layout, which stays in memory within the block.
 
-        Args: digest: of all of it, if known.
+        Args: digest: of the whole, if known.
         """
         key, home = version.key, self.home
         memory = Memory(self._versions.bytes_of(version), digest)
@@ -286,7 +289,7 @@ class VersionFetcher:
                 version.end_fetch = memory.base = None
 
     def _base(self, version: Version) -> tuple[Version, wire.BaseVersion] | None:
-        """The newest earlier version, or copy of the same slices, that deltas may be of."""
+        """The newest earlier version, or copy of the same slices, that deltas may be based on."""
         if not is_available():
             return None
         for earlier in self._version_records.bases_of(version):
@@ -309,10 +312,10 @@ class VersionFetcher:
         *,
         is_ahead: bool,
     ) -> AsyncIterator[Version]:
-        """Reserve memory for a version, a part, or slices while they are fetched. If they are not
-        committed in the end, they are dropped. Call it within `asking`.
+        """Reserve memory for a version, a part, or slices to fetch within the block. They are
+        dropped if they are not committed at its end. Call this within `requesting`.
 
-        Args: is_ahead: whether no operation waits for it: it then takes only memory that is free.
+        Args: is_ahead: for a prefetch, which takes free memory only.
         """
         pool, after_s = str(key.policy), _after_s(is_ahead=is_ahead)
         async with self._tiering.reserved(num_bytes, label, pool, after_s=after_s) as extent:
@@ -323,13 +326,13 @@ class VersionFetcher:
         self._incoming[version] = incoming
         with self._versions.using(version):
             try:
-                # Bytes come into it, and ranks read it, twice as fast.
+                # Huge pages make receiving and reading twice as fast.
                 await asyncio.to_thread(make_huge, self._versions.bytes_of(version))
                 yield version
             finally:
                 incoming.give_up()
                 if not key.is_copy:
-                    # Committed parts are served as such.
+                    # From now on committed parts are served from the version itself.
                     del self._incoming[version]
                 if not version.is_committed and not version.is_dropped:
                     self._versions.drop(version)
@@ -337,7 +340,7 @@ class VersionFetcher:
     async def _describe(
         self, request: VersionRequest
     ) -> tuple[str, Stream, wire.VersionDescription]:
-        """The description of a version by the first source that has it with the wanted digest.
+        """Get the description of a version from the first source that has the required digest.
 
         Returns: the source; a stream to it, on which the version may be opened; the description.
         Raises:  ResourceError: no source has it.
@@ -363,14 +366,14 @@ class VersionFetcher:
 
 
 def _after_s(*, is_ahead: bool) -> float:
-    """`after_s` of a reservation: what is fetched ahead displaces nothing."""
+    """`after_s` of a reservation: a prefetch evicts nothing."""
     return math.inf if is_ahead else -math.inf
 
 
 def count_received(fetch: Fetch) -> str:
-    """Count what came from other nodes by the form in which it was sent.
+    """Count received bytes by the form in which they were sent.
 
-    Returns: how much came as deltas, for the log.
+    Returns: the share of deltas, for the log.
     """
     whole_bytes = fetch.fetched_bytes - fetch.rebuilt_bytes + fetch.relayed_bytes
     metrics.count(metrics.VERSION_RECEIVED, whole_bytes, form="whole")
@@ -382,12 +385,11 @@ def count_received(fetch: Fetch) -> str:
 class Suspects:
     """Weights versions that a reader found bad in host memory.
 
-    One rule holds for all of them: bad bytes are dropped, and the version is fetched again, or
-    rebuilt from seal and log. A rank that has the memory mapped keeps its pages; the memory is
-    given to no other reader. Incarnations whose host copy is that memory are over. The version
-    itself is read again from disk or fetched from another node. Where neither has the version and
-    no seal does, the incarnation of its policy is over, too, and the next incarnation makes the
-    version again.
+    Bad bytes are dropped, and the version is read again from disk or fetched from another node. A
+    rank that has the memory mapped keeps its pages, but no other reader gets them. Incarnations
+    whose host copy is that memory are over. If neither disk nor another node has the version, and
+    no seal either, the incarnation of its policy is over too: the next one makes the version again
+    from seal and log.
     """
 
     def __init__(
@@ -398,13 +400,13 @@ class Suspects:
         self._ranks = ranks
         self._directory = directory
         self._lost: dict[VersionKey, int] = {}
-        """The versions that their policy is about to make again, each with the incarnation of the
-        policy that ended with it."""
+        """Versions that their policy will make again, with the incarnation of the policy that
+        ended."""
 
     async def drop_if_bad(self, version: Version) -> bool:
         """Verify the bytes of a committed version in host memory, and drop them if they are bad.
 
-        Returns: whether they were bad; the version is then on this node's disk only, if at all.
+        Returns: whether they were bad. The version is then at most on this node's disk.
         """
         extent = version.extent
         if extent is None:
@@ -428,7 +430,8 @@ class Suspects:
 
     async def rebuild(self, version: Version) -> None:
         """End the incarnation that made a bad version which no node has, so that the next one makes
-        it again; do nothing where a seal has it. All pieces of the version here are dropped."""
+        it again. All pieces of the version here are dropped. Does nothing if a seal has the
+        version."""
         records, policy, key = self._records, version.key.policy, version.key.whole
         if version.is_on_disk or any(seal.seq >= key.seq for seal in records.seals.of(policy)):
             return
@@ -446,15 +449,12 @@ class Suspects:
         await asyncio.to_thread(self._directory.discard, *paths)
 
     def check(self, key: VersionKey) -> None:
-        """Check that a version is not one that its policy is about to make again.
-
-        Raises: ResourceError: UNAVAILABLE: it is.
-        """
+        """Raises: ResourceError: UNAVAILABLE: the version's policy will make it again."""
         incarnation = self._lost.get(key.whole)
         if incarnation is None:
             return
         if self._records.residency.newest(key.policy) != incarnation:
-            # The scheduler tells the readers to wait for the next incarnation.
+            # The next incarnation is here; the scheduler has its readers wait for it.
             del self._lost[key.whole]
             return
         raise ResourceError(
@@ -465,7 +465,7 @@ class Suspects:
 
 
 def _lost(key: VersionKey, error: PhaseloomError) -> ResourceError:
-    """The error where the copy of a version here was bad, and no other node has one."""
+    """The error to raise if the copy here was bad and no other node has the version."""
     part = f"part {key.part} of version {key.whole}" if key.part else f"version {key}"
     return ResourceError(
         f"{part} went bad in host memory, and is to be had nowhere else: {error.info.message}",

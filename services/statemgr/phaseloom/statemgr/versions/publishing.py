@@ -1,7 +1,7 @@
-"""Weights versions as a policy's ranks make them: an extent to write into, and the commit.
+"""Weights versions as a policy's ranks make them: an extent to write to, and the commit.
 
-A version that several ranks write is in parts. Each part is a version of its own under a key of its
-own; the version itself is the manifest that names the parts, and is committed last.
+A version that several ranks write has parts. Each part is a version with its own key. The version
+itself is the manifest that names the parts, and is committed last.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Publishing:
         self._fetcher = fetcher
 
     async def create(self, wpg: Wpg, request: CreateVersion) -> tuple[VersionExtent, list[int]]:
-        """An extent to write a version into; where the version is committed, only its description.
+        """Return an extent to write a version to, or only the description of a version that is
+        committed.
 
         Raises: CallerError: PERMISSION_DENIED: the version is not this policy's; a bad layout.
                 ResourceError: RESOURCE_EXHAUSTED, with the numbers; ABORTED: the version is being
@@ -66,8 +67,8 @@ class Publishing:
         await self._drop_stale(key, wpg)
         version = self._version_records.find(key)
         if version is not None and not version.is_committed:
-            # A version that was begun and never committed, by this incarnation or by a fetch; no
-            # operation waits for one that is fetched ahead.
+            # A version that this incarnation or a fetch began and never committed. No
+            # operation waits for a prefetched one.
             if version.incarnation != wpg.incarnation and not version.is_ahead:
                 raise ResourceError(f"version {key} is being fetched here", code=Code.ABORTED)
             self._versions.drop(version)
@@ -87,14 +88,13 @@ class Publishing:
         table: TensorTable,
         pool: str = "",
     ) -> Version:
-        """Begin a version that is to be written."""
         async with self._tiering.reserved(num_bytes, f"version {key}", pool) as extent:
             wpg.check_alive()
             return self._version_records.begin(key, num_bytes, table, extent, wpg.incarnation)
 
     async def _drop_stale(self, key: VersionKey, wpg: Wpg) -> None:
-        """Drop parts of earlier versions that were never committed as a whole, and this part where
-        an earlier incarnation wrote it: it may not fit the parts that are written now."""
+        """Drop parts of earlier versions that were never committed as a whole, and this part if an
+        earlier incarnation wrote it: it may not fit the parts that are written now."""
         stale = self._version_records.stale_parts(key.policy, key.seq)
         previous = self._version_records.find(key)
         if (
@@ -107,10 +107,10 @@ class Publishing:
             await self._tiering.versions.discard(version)
 
     async def commit(self, wpg: Wpg, request: CommitVersion) -> None:
-        """Take the version that a rank has written; it is immutable from now on. Idempotent.
+        """Commit a version that a rank has written; it is immutable from now on. Idempotent.
 
-        Its bytes are not read here: the rank has hashed them as it wrote them, and they are
-        verified before anybody reads them, on this node or on another.
+        Its bytes are not read here. The rank has hashed them while writing, and each reader
+        verifies them, on this node or another.
 
         Raises: CallerError: NOT_FOUND: the policy is not writing the version; ALREADY_EXISTS: it is
                 committed with other bytes.
@@ -125,7 +125,7 @@ class Publishing:
         self._version_records.commit(version, request.digest)
 
     async def commit_parts(self, wpg: Wpg, request: CommitParts) -> VersionExtent:
-        """Commit a version whose parts are committed, here and elsewhere. Idempotent.
+        """Commit a version whose parts are committed, here and on other nodes. Idempotent.
 
         Raises: CallerError: PERMISSION_DENIED: the version is not this policy's; ALREADY_EXISTS: it
                 is committed with other bytes; FAILED_PRECONDITION: a part that this incarnation
@@ -162,8 +162,8 @@ class Publishing:
                 )
 
     async def _discard_earlier(self, wpg: Wpg, key: VersionKey, manifest: VersionParts) -> None:
-        """Drop the manifest of an earlier incarnation, which came to other bits, and those of its
-        parts and slices that differ from this incarnation's.
+        """Drop the manifest of an earlier incarnation, which made other bytes, and its parts and
+        slices that differ from this incarnation's.
 
         Raises: CallerError: ALREADY_EXISTS: the committed manifest is this incarnation's, or the
                 version was written whole.

@@ -1,12 +1,12 @@
-"""Weights versions as they are read, kept and dropped: by their tenant's ranks and other nodes.
+"""Weights versions as they are read, kept and dropped by their tenant's ranks and other nodes.
 
-`publishing` makes versions, `fetch` fetches them. A part is a version of its own under a key of its
-own, and is treated as any other; the version itself is then the manifest.
+`publishing` makes versions, `fetch` fetches them. A part is a version with its own key and is
+treated like any other. The version itself is then the manifest.
 
 A rank of another layout reads slices: the boxes that it needs, from parts of several ranks. A copy
-of slices is kept beside versions, under the version's key and a name made from the slices: ranks
-that ask for the same slices share one copy. The copy is dropped with its version. Until then, also
-while it is being fetched, peers on the same site may take from it the boxes that they need.
+of slices is stored next to the versions, under the version's key and a name derived from the
+slices, so ranks that request the same slices share one copy. It is dropped with its version. Peers
+on the same site may fetch boxes from it, even while it is still being fetched.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from phaseloom.statemgr.versions.fetch import VersionFetcher, VersionRequest, co
 log = logging.getLogger(__name__)
 
 _TRIES = 2
-"""The number of times that slices are copied from a part here that proves bad."""
+"""Attempts to copy slices from a part here that proves bad."""
 
 
 class Weights:
@@ -70,16 +70,16 @@ class Weights:
         self._moves = moves
 
     def add_from_disk(self, header: StateHeader) -> None:
-        """Add a version that was found on disk."""
+        """Add a version that is on disk."""
         key = VersionKey(header.deployment, header.seq, header.part)
         self._version_records.add_from_disk(key, header.num_bytes, header.tensors, header.digest)
 
     async def open(self, wpg: Wpg, request: OpenVersion) -> tuple[VersionExtent, list[int]]:
-        """A version to read, verified, from here or from the first source that has it. For one in
-        parts it is the manifest, and the sources of the parts that are not here.
+        """Open a version for reading, from here or from the first source that has it. A version in
+        parts is opened as its manifest, with the sources of the parts that are not here.
 
-        Raises: CallerError: PERMISSION_DENIED: the version is of another tenant, or the ticket of
-                another incarnation; NOT_FOUND: no source has the version, or some part of it.
+        Raises: CallerError: PERMISSION_DENIED: the version belongs to another tenant, or the ticket
+                to another incarnation; NOT_FOUND: no source has the version, or some part of it.
                 ResourceError: no source could deliver it, or no host memory.
         """
         key = request.version
@@ -104,7 +104,7 @@ class Weights:
     async def verify(
         self, key: VersionKey, sources: list[str] | None = None, ticket: Ticket | None = None
     ) -> None:
-        """Verify the copy that is here, because a reader found it bad; fetch it again if it is.
+        """Verify the copy that is here because a reader found it bad, and fetch it again if it is.
 
         Raises: ResourceError: DATA_LOSS: the copy was bad and is dropped, and no source has a good
                 one.
@@ -114,7 +114,7 @@ class Weights:
             await self.fetcher.get(VersionRequest(key, sources or (), ticket), is_suspect=True)
 
     async def get(self, ticket: Ticket, sources: list[str]) -> None:
-        """Fetch a version into host memory with all of its parts."""
+        """Fetch a version with all of its parts into host memory."""
         key = ticket.version
         check_name(key.policy.deployment, "ticket.version.policy")
         version = await self.fetcher.get(VersionRequest(key, sources, ticket))
@@ -126,7 +126,7 @@ class Weights:
                     await self.fetcher.get(VersionRequest(part_key, part.endpoints, ticket, digest))
 
     async def committed_digests(self, key: VersionKey, parts: list[str]) -> dict[str, str]:
-        """The digests of these parts of a version, as its manifest says.
+        """The digests of these parts of a version according to its manifest.
 
         Raises: CallerError: NOT_FOUND: the manifest is not here, or names no such part.
         """
@@ -142,7 +142,8 @@ class Weights:
         return {part: digests[part] for part in parts}
 
     def _digests_in(self, manifest: Version) -> dict[str, str]:
-        """The digest of each part, by name. Raises: ResourceError: DATA_LOSS: a bad manifest."""
+        """The digest of each part by name. Raises: ResourceError: DATA_LOSS: the manifest is
+        bad."""
         parts = decode_manifest(self._versions.bytes_of(manifest), manifest.key)
         return {part.part: part.digest for part in parts.parts}
 
@@ -151,8 +152,9 @@ class Weights:
     ) -> list[PartSources]:
         """The sources that have each of the parts that are not here, in the order of `sources`.
 
-        All sources are asked at once, because only they know which parts they have; one that does
+        Only the sources know which parts they have, so all are queried at once. A source that does
         not answer counts as having none.
+
         Raises: CallerError: NOT_FOUND: all sources answer, and none has some part. ResourceError:
                 none has it, and a source that may have it does not answer.
         """
@@ -191,7 +193,7 @@ class Weights:
             return error
 
     async def digests_of(self, key: VersionKey) -> dict[str, str]:
-        """The digests of the parts of a version that this node can give away, by part."""
+        """The digests of the parts of a version that this node can serve, by part."""
         await self._ledger.until_settled(self.fetcher.home.timeout_s)
         if self._version_records.find(key) is None:
             self.fetcher.suspects.check(key)
@@ -201,7 +203,7 @@ class Weights:
     def _check_readable(self, key: VersionKey) -> None:
         """Check that all of the version is committed.
 
-        Raises: CallerError: NOT_FOUND: the key is of a part, and its version is not committed.
+        Raises: CallerError: NOT_FOUND: the key names a part, and its version is not committed.
                 ResourceError: UNAVAILABLE: the version went bad, and its policy makes it again.
         """
         if not self._version_records.is_readable(key):
@@ -217,27 +219,27 @@ class Weights:
         """Fetch a version and write it to this node's disk."""
         await self.get(ticket, sources)
         self.mark_kept(ticket.version)
-        # The manifest last: where a manifest is on disk, the parts are, too.
+        # The manifest goes last, so that the parts are on disk if the manifest is.
         for piece in reversed(self._version_records.pieces(ticket.version)):
             async with self.held(piece.key) as version:
                 await self._moves.persist(version)
 
     def mark_kept(self, key: VersionKey) -> None:
-        """Note that what is here of a version stays, whether or not ranks here read it."""
+        """Record that the pieces of a version stay here, whether or not ranks here read them."""
         manifest = self._version_records.find(key)
         for piece in [*([manifest] if manifest else []), *self._version_records.parts_of(key)]:
             piece.is_kept, piece.is_ahead = True, False
 
     @asynccontextmanager
     async def open_part(self, key: VersionKey) -> AsyncIterator[OpenPart]:
-        """Open a part, or a whole version, that is here; it stays in memory while it is open."""
+        """Open a part, or a whole version, that is here. It stays in memory while it is open."""
         async with self.held(key) as version:
             yield OpenPart.of(version, self._versions.bytes_of(version))
 
     @asynccontextmanager
     async def open_fetched(self, key: VersionKey) -> AsyncIterator[Served]:
-        """Open a version, a part or slices that this node has fetched or is fetching; the memory
-        stays while peers take from it."""
+        """Open a version, a part or slices that this node has fetched or is fetching. The memory
+        stays while peers fetch from it."""
         version = self._version_records.find(key)
         incoming = self.fetcher.incoming(version) if version is not None else None
         if incoming is None and not key.is_copy:
@@ -251,16 +253,16 @@ class Weights:
 
     @asynccontextmanager
     async def held(self, key: VersionKey) -> AsyncIterator[Version]:
-        """Hold a committed version that is here in host memory; it is read from disk if need be.
+        """Hold a committed version in host memory, and read it from disk if necessary.
 
-        Raises: CallerError: NOT_FOUND. ResourceError: the file is bad, or the daemon does not know
-                yet what it holds.
+        Raises: CallerError: NOT_FOUND. ResourceError: the file is bad, or the daemon is still
+                taking over.
         """
         await self._ledger.until_settled(self.fetcher.home.timeout_s)
         self._check_readable(key)
         cached = self._version_records.find(key)
         if cached is None or not cached.is_committed:
-            # It may be on its way here, and the one that asks may be the one that fetches it.
+            # Do not wait for a fetch: the caller may be the one that this node fetches from.
             self.fetcher.suspects.check(key)
             raise not_here(key)
         await self.fetcher.get(VersionRequest(key))
@@ -271,24 +273,26 @@ class Weights:
     async def _used(self, key: VersionKey) -> AsyncIterator[Version]:
         version = self._version_records.find(key)
         if version is None:
-            # Dropped while it was being fetched.
+            # It was dropped while it was being fetched.
             raise not_here(key)
         with self._versions.using(version):
             yield version
 
     async def drop(self, keys: list[VersionKey]) -> None:
-        """Drop versions that nobody needs any more, with their parts, from memory and disk."""
+        """Drop versions that nobody needs, with their parts, from memory and disk."""
         self.fetcher.cancel(lambda request_key: request_key.whole in keys)
         for key in keys:
-            # The manifest first: without it no part can be read.
+            # The manifest goes first, because no part can be read without it.
             version = self._version_records.find(key)
             for piece in [*([version] if version else []), *self._version_records.parts_of(key)]:
                 await self._moves.discard(piece)
 
     async def leave_job(self, job: JobKey) -> None:
-        """Drop the versions that ranks of a job had fetched here, once none of its deployments
-        lives here. Those of a policy that was here stay until that is forgotten, or they are
-        released."""
+        """Drop the versions that ranks of a job had fetched here, once the job has no deployment
+        here.
+
+        Versions of a policy that was here stay until the policy is forgotten or they are released.
+        """
         if self._records.has_job(job):
             return
 
@@ -303,17 +307,16 @@ class Weights:
     # --- slices ---
 
     async def open_slices(self, wpg: Wpg, request: OpenSlices) -> tuple[VersionExtent, list[int]]:
-        """Memory with exactly the slices that a rank asks for, verified.
+        """Open memory with exactly the slices that a rank requests, verified.
 
-        Raises: CallerError: PERMISSION_DENIED: the version is of another job, or the ticket of
+        Raises: CallerError: PERMISSION_DENIED: the version belongs to another job, or the ticket to
                 another incarnation; NOT_FOUND: a slice is of a part, and the manifest of the
-                version is not here or does not name that part; a bad slice; a source has another
-                content. ResourceError: no source could deliver some slice; DATA_LOSS; no host
-                memory.
+                version is not here or does not name that part; a bad slice; a source has other
+                bytes. ResourceError: no source could deliver some slice; DATA_LOSS; no host memory.
         """
         key = request.version
         check_reader(wpg, key, request.ticket)
-        # Tens of thousands of slices: others are answered meanwhile.
+        # In a thread, because there may be tens of thousands of slices.
         slots, name = await asyncio.to_thread(_slots_and_name, request)
         copy_key = part_of(key, name)
         if not request.is_ahead:
@@ -350,7 +353,7 @@ class Weights:
         return version
 
     async def _fill(self, fetch: Fetch, memory: memoryview, request: OpenSlices) -> None:
-        """Fill the memory from parts that are on this node, and the rest from other nodes."""
+        """Fill the memory from parts on this node, and the rest from other nodes."""
         sources = {part_sources.part: part_sources.endpoints for part_sources in request.sources}
         by_part: dict[str, list[Batch]] = {}
         for batch in await asyncio.to_thread(batches, request.slices):
@@ -379,9 +382,9 @@ class Weights:
     async def _copy_here(
         self, fetch: Fetch, memory: memoryview, request: OpenSlices, part_batches: list[Batch]
     ) -> int:
-        """Copy slices of a part that is on this node, and verify the part: nobody does so later.
+        """Copy slices of a part on this node, and verify the part, which nobody does later.
 
-        Returns: the number of bytes that were copied.
+        Returns: the number of bytes copied.
         Raises:  CallerError: NOT_FOUND: the part is not here. ResourceError: DATA_LOSS: the part is
                  bad, and no source has a good one.
         """
@@ -416,10 +419,8 @@ def description_of(version: Version, tensors: bytes | None = None) -> VersionExt
 
 
 def _copy(part: OpenPart, batches: Sequence[Batch], memory: memoryview) -> int:
-    """Copy slices of a part that is on this node. This takes long: run it in a thread.
-
-    Returns: the number of bytes that were copied.
-    """
+    """Copy slices of a part on this node. Slow: run it in a thread. Returns: the number of bytes
+    copied."""
     for batch in batches:
         runs_of_boxes = (part.find(box).read() for box in batch.boxes)
         batch.put(memory, b"".join(run for runs in runs_of_boxes for run in runs))
@@ -427,8 +428,8 @@ def _copy(part: OpenPart, batches: Sequence[Batch], memory: memoryview) -> int:
 
 
 def _slots_and_name(request: OpenSlices) -> tuple[TensorTable, str]:
-    """The layout of the reader's memory, and the name of the copy of slices, which is equal for all
-    requests for the same slices."""
+    """The layout of the reader's memory, and the name of the copy of slices, which is the same for
+    all requests for these slices."""
     slots = slots_of(request.slices, request.num_bytes)
     identity = msgspec.msgpack.encode((request.num_bytes, request.slices))
     name = f"{COPY_PREFIX}{hashlib.blake2b(identity, digest_size=16).hexdigest()}"
