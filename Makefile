@@ -22,7 +22,7 @@ SCENARIOS := plexrl-fig8 plexrl-hrrs weave-fig15 weave-table5 weave-drift weave-
 
 # Which tests `make test-SUBJECT` runs; each test file is in one of these.
 ON := tests/integration/test_
-TESTS_cli := tests/unit/cli $(wildcard $(ON)cli_*.py) $(addprefix $(ON),supervisor.py top.py \
+TESTS_cli := tests/unit/cli tests/unit/demo $(wildcard $(ON)cli_*.py) $(addprefix $(ON),supervisor.py top.py \
 	observability.py node_example.py compose.py helm.py images.py slurm.py \
 	systemd.py)
 TESTS_client := tests/unit/client tests/unit/examples $(addprefix $(ON),client.py \

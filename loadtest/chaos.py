@@ -27,8 +27,6 @@ from msgspec.structs import replace
 
 from loadtest.processes import children
 from loadtest.records import Machine, describe
-from phaseloom.cli.controllers import find_example
-from phaseloom.cli.demo import TINY_KV_CACHE_BYTES, Program, with_vllm
 from phaseloom.cli.meshconfig import MeshConfig
 from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract.events import OperationFinished, QueuedOperation
@@ -36,6 +34,8 @@ from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.process import config, diewithparent, lifecycle
 from phaseloom.common.transport.bus import Bus
+from phaseloom.demo.command import TINY_KV_CACHE_BYTES, Program, with_vllm
+from phaseloom.demo.controllers import find_example
 
 TENANT = "demo"
 TASKS = ("chain_sum", "letter_counting")

@@ -28,7 +28,6 @@ import numpy as np
 
 from loadtest.records import Machine, describe
 from loadtest.state_bench import NODE, SECRET, SOCKET, daemon
-from phaseloom.cli.controllers import find_example
 from phaseloom.common.contract.commands import Ticket
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.operations import (
@@ -42,6 +41,7 @@ from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.modelfiles import read_model
 from phaseloom.common.transport.tickets import signed
+from phaseloom.demo.controllers import find_example
 from phaseloom.statemgr.transfer import delta
 from phaseloom.worker.agent.stateclient import AgentStateClient
 from phaseloom.worker.backends import pretrained

@@ -3,7 +3,7 @@
 Two jobs share a rollout and a train device on a real mesh. Each generates, waits for its
 environment, trains, and waits again, with a seeded jitter. Workers only sleep as long as an
 operation is to take; their states have a real size and are really moved. Figures are those of a
-run's summary (`phaseloom.cli.report`): the part of a switch is hidden for which no ready operation
+run's summary (`phaseloom.demo.report`): the part of a switch is hidden for which no ready operation
 waited.
 """
 
@@ -20,7 +20,6 @@ import msgspec
 from loadtest.records import Machine, describe
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.recorder import Recorded
-from phaseloom.cli.report import Execution, RunLog, Switch, figures, read_log, window_of
 from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import (
     AdamParams,
@@ -38,6 +37,7 @@ from phaseloom.common.contract.operations import Datum
 from phaseloom.common.observability.intervals import intersect, merge, subtract, total
 from phaseloom.common.process import config, lifecycle
 from phaseloom.common.transport.bus import Bus
+from phaseloom.demo.report import Execution, RunLog, Switch, figures, read_log, window_of
 
 TENANT = "bench"
 _LOG_TIMEOUT_S = 60.0

@@ -18,10 +18,10 @@ from typing import Any, cast
 
 import msgspec
 
-from phaseloom.cli.controllers import find_example
 from phaseloom.common.process import config, diewithparent
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.natsserver import Credentials
+from phaseloom.demo.controllers import find_example
 
 TENANT = "demo"
 TASKS = ("chain_sum", "letter_counting")

@@ -15,10 +15,10 @@ from statistics import fmean
 import msgspec
 
 from loadtest.records import Machine, describe
-from phaseloom.cli.controllers import find_example
 from phaseloom.cli.meshconfig import MeshConfig
 from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.process import config, diewithparent
+from phaseloom.demo.controllers import find_example
 
 TENANT = "demo"
 MODES = {

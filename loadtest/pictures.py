@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loadtest.load import LoadReport
-from phaseloom.cli.pictures import COLOURS, DOTS_PER_INCH
+from phaseloom.demo.pictures import COLOURS, DOTS_PER_INCH
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

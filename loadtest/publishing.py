@@ -28,7 +28,7 @@ from loadtest.scale import ScaleReport, Steps
 from loadtest.servers import ServersReport
 from loadtest.spatial import SpatialReport
 from loadtest.tailbench import TailReport
-from phaseloom.cli.spatial import PolicyFigures
+from phaseloom.demo.spatial import PolicyFigures
 from phaseloom.simulator.scenarios import SCENARIOS
 from phaseloom.simulator.scenarios.report import markdown, read
 

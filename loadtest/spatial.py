@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from loadtest.records import Machine, describe, write
-from phaseloom.cli.demo import demo
-from phaseloom.cli.spatial import SETTINGS, Spatial, SpatialSummary
+from phaseloom.demo.command import demo
+from phaseloom.demo.spatial import SETTINGS, Spatial, SpatialSummary
 
 POLICIES = ("greedy", "lookahead", "fair")
 

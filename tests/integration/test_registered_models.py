@@ -16,11 +16,11 @@ from transformers import AutoTokenizer
 
 from phaseloom import client
 from phaseloom.cli import models
-from phaseloom.cli.demo import demo
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.events import SealCommitted
 from phaseloom.common.contract.specs import ModelDirectory
+from phaseloom.demo.command import demo
 from tests.integration.test_cli_jobs import shown
 from tests.support.jobs import TENANT, kill_rank, running_mesh, tenant
 from tests.support.node import STEP, lesson

@@ -14,7 +14,6 @@ import torch
 from msgspec.structs import replace
 
 from phaseloom import client
-from phaseloom.cli.demo import demo
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.state import state
 from phaseloom.common.contract.arrays import int32s
@@ -22,6 +21,7 @@ from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.contract.events import ActivationOpened
 from phaseloom.common.contract.operations import AdamParams, GenerateResult, Outcome
 from phaseloom.common.contract.specs import Layout
+from phaseloom.demo.command import demo
 from tests.support import vllm
 from tests.support.jobs import TENANT, kill_rank, running_mesh, tenant
 from tests.support.node import lesson

@@ -59,6 +59,7 @@ AREAS = {
     "libs/client": "Controllers (client library)",
     "libs/common": "Messages, names, configuration, connections (all services)",
     "libs/cli": "Running a mesh (command line)",
+    "libs/demo": "The demo (demo)",
     "libs/simulator": "Simulation (simulator)",
     "services/profiler": "Profiles (profiler)",
     "services/gateway": "Front doors (gateway)",

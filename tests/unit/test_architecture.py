@@ -143,6 +143,15 @@ def test_simulator_imports_the_schedulers_core_only() -> None:
             assert not is_ours or any(is_under(module, name) for name in allowed), (file, module)
 
 
+@pytest.mark.parametrize("folder", ["libs", "services"])
+def test_product_imports_no_workshop(folder: str) -> None:
+    """Benches, papers' scenarios and the GPU check use the product, never the reverse."""
+    for file in sources(folder):
+        for module in imports_of(file):
+            assert not is_under(module, "loadtest"), (file, module)
+            assert not is_under(module, "tests"), (file, module)
+
+
 @pytest.mark.parametrize("service", [name for name in SERVICES if name != "statemgr"])
 def test_core_is_pure(service: str) -> None:
     """No clock, log, randomness, environment or I/O: the same input gives the same output.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from phaseloom.cli.report import figures, read_log
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import (
     ActivationOpened,
@@ -18,6 +17,7 @@ from phaseloom.common.contract.events import (
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey
 from phaseloom.common.contract.operations import After, Outcome
 from phaseloom.common.observability.activity import Activity, Execution, Observation, Switch
+from phaseloom.demo.report import figures, read_log
 from tests.support.runlog import HandMade, shared
 
 JOB = JobKey("demo", "a")

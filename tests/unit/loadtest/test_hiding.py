@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from loadtest.hiding import Settings, middle, report
-from phaseloom.cli.report import Execution, RunLog, Switch
 from phaseloom.common.contract.ids import DeploymentKey, OperationKey
+from phaseloom.demo.report import Execution, RunLog, Switch
 
 DEVICE = ("train-0",)
 

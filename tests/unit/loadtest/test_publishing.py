@@ -18,7 +18,7 @@ from loadtest.publishing import (
 )
 from loadtest.records import Record, describe, record
 from loadtest.spatial import SpatialReport
-from phaseloom.cli.spatial import SpatialRun, SpatialSummary, summarize
+from phaseloom.demo.spatial import SpatialRun, SpatialSummary, summarize
 from phaseloom.simulator.scenarios import SCENARIOS
 from phaseloom.simulator.scenarios.report import markdown, read
 

@@ -11,7 +11,7 @@ from phaseloom.common.contract.errors import PhaseloomError
 
 _COMMANDS = {
     "up:up": "Run the mesh on this machine.",
-    "demo:demo": "Train two GRPO jobs that share a mesh of two devices.",
+    "phaseloom.demo.command:demo": "Train two GRPO jobs that share a mesh of two devices.",
     "doctor:doctor": "Check that this machine, and its NATS server, can run a mesh.",
     "backup:backup": "Copy a run, which may be running, to a directory.",
     "backup:restore": "Make a run's directory of a backup.",
@@ -28,7 +28,7 @@ _COMMANDS = {
     "slowdowns:measure_slowdown": "Measure what work loses by sharing a device in space.",
     "simulate:simulate": "Try the scheduler's policies on a workload, under a virtual clock.",
 }
-"""The line of help for each `module:function` of this package."""
+"""The line of help for each `module:function`, in this package if no other is named."""
 _MODEL_COMMANDS = {
     "add": ("models:add", "Register a model's directory under a name that jobs can give."),
     "convert": ("gguf:convert", "Make a model's directory of a GGUF file."),
@@ -60,7 +60,8 @@ def application() -> App:
     )
     for place, line in _COMMANDS.items():
         name = place.partition(":")[2].replace("_", "-")
-        app.command(f"{__package__}.{place}", name=name, help=line, help_format="markdown")
+        path = place if place.startswith("phaseloom.") else f"{__package__}.{place}"
+        app.command(path, name=name, help=line, help_format="markdown")
     models = "Register models that jobs can name, list and remove them."
     saved = "List, describe, download and delete what jobs have saved."
     for group, help, commands in (

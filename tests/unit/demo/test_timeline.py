@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from phaseloom.cli.timeline import chrome_trace, write_timeline
 from phaseloom.common.observability.spans import SpanLine, read_spans
+from phaseloom.demo.timeline import chrome_trace, write_timeline
 
 MS = 1_000_000
 OPERATION: dict[str, Any] = {"tenant": "demo", "job": "sums", "deployment": "policy", "seq": 7}

@@ -17,20 +17,13 @@ import msgspec
 from msgspec.structs import replace
 from rich.console import Console
 
-from phaseloom.cli import spatial as one_device
-from phaseloom.cli import verdict
-from phaseloom.cli.controllers import Controllers, ControllerSpec, find_example
 from phaseloom.cli.extras import check_installed
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
-from phaseloom.cli.pictures import Panel, draw_rewards, draw_timeline
-from phaseloom.cli.progress import Progress
 from phaseloom.cli.recorder import Recorder, read_entries, read_events
 from phaseloom.cli.replay import FILE as REPLAY
 from phaseloom.cli.replay import make_replay
-from phaseloom.cli.report import AloneRun, JobResult, RunLog, Summary, read_log, summarize
 from phaseloom.cli.rundir import new_run_dir
 from phaseloom.cli.supervisor import Mesh
-from phaseloom.cli.timeline import write_timeline
 from phaseloom.cli.up import with_policies
 from phaseloom.common.contract.errors import CallerError, PhaseloomError
 from phaseloom.common.contract.specs import SlowdownTable
@@ -38,6 +31,13 @@ from phaseloom.common.observability.spans import read_spans
 from phaseloom.common.process.slowdowns import read
 from phaseloom.common.tensors.modelfiles import read_model
 from phaseloom.common.transport.bus import Bus
+from phaseloom.demo import spatial as one_device
+from phaseloom.demo import verdict
+from phaseloom.demo.controllers import Controllers, ControllerSpec, find_example
+from phaseloom.demo.pictures import Panel, draw_rewards, draw_timeline
+from phaseloom.demo.progress import Progress
+from phaseloom.demo.report import AloneRun, JobResult, RunLog, Summary, read_log, summarize
+from phaseloom.demo.timeline import write_timeline
 from phaseloom.simulator.predictions import accuracy, durations, predictions
 from phaseloom.simulator.spatial.tables import TWO_CORES_TABLE
 

@@ -22,13 +22,13 @@ from statistics import median
 import msgspec
 from msgspec.structs import replace
 
-from phaseloom.cli.controllers import ControllerSpec
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.recorder import read_entries
-from phaseloom.cli.report import JobResult, RunLog
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.specs import Residency, SlowdownTable
 from phaseloom.common.observability.intervals import Interval, intersect, merge, total
+from phaseloom.demo.controllers import ControllerSpec
+from phaseloom.demo.report import JobResult, RunLog
 from phaseloom.scheduler.core.policies.registry import MULTIPLEXING
 from phaseloom.simulator.spatial.rerun import makespan_s
 from phaseloom.simulator.spatial.tables import PAPER_TABLE, TWO_CORES_TABLE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from phaseloom.cli.report import (
+from phaseloom.demo.report import (
     AloneRun,
     JobResult,
     Summary,

@@ -12,7 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phaseloom.cli.report import (
+from phaseloom.common.observability.intervals import Interval, intersect, merge, total
+from phaseloom.demo.report import (
     Execution,
     JobResult,
     RunLog,
@@ -20,7 +21,6 @@ from phaseloom.cli.report import (
     grpo_executions,
     window_of,
 )
-from phaseloom.common.observability.intervals import Interval, intersect, merge, total
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

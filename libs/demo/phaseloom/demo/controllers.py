@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
-from phaseloom.cli.report import JobResult
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.process import config, diewithparent
+from phaseloom.demo.report import JobResult
 
 LINE_LIMIT_BYTES = 2**20
 STOP_TIMEOUT_S = 5.0

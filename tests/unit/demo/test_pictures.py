@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.cli.pictures import (
+from phaseloom.demo.pictures import (
     Panel,
     draw_rewards,
     draw_timeline,
@@ -15,7 +15,7 @@ from phaseloom.cli.pictures import (
     smoothed,
     steady_window,
 )
-from phaseloom.cli.report import AloneRun, JobResult, read_log, summarize
+from phaseloom.demo.report import AloneRun, JobResult, read_log, summarize
 from tests.support.runlog import alone, shared
 
 PNG = b"\x89PNG\r\n\x1a\n"

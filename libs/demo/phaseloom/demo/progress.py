@@ -11,9 +11,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from phaseloom.cli.controllers import ControllerLine
 from phaseloom.cli.recorder import Recorded
-from phaseloom.cli.report import LogReader
+from phaseloom.demo.controllers import ControllerLine
+from phaseloom.demo.report import LogReader
 
 PLAIN_EVERY_S = 5.0
 RECENT_REWARDS = 10

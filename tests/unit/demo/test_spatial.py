@@ -8,13 +8,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from phaseloom.cli.controllers import find_example
-from phaseloom.cli.demo import demo
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.processes import child_specs
 from phaseloom.cli.recorder import Recorded
-from phaseloom.cli.report import Execution, JobResult, RunLog
-from phaseloom.cli.spatial import (
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.specs import DeviceKind
+from phaseloom.common.process.slowdowns import read
+from phaseloom.common.transport.natsserver import Credentials
+from phaseloom.demo.command import demo
+from phaseloom.demo.controllers import find_example
+from phaseloom.demo.report import Execution, JobResult, RunLog
+from phaseloom.demo.spatial import (
     SETTINGS,
     SpatialRun,
     SpatialSummary,
@@ -28,11 +33,6 @@ from phaseloom.cli.spatial import (
     summarize,
     write,
 )
-from phaseloom.common.contract.errors import CallerError
-from phaseloom.common.contract.ids import OperationKey
-from phaseloom.common.contract.specs import DeviceKind
-from phaseloom.common.process.slowdowns import read
-from phaseloom.common.transport.natsserver import Credentials
 from tests.support.byturns import BESIDE, ON_A_HALF, ROLL_OUT, TABLE, by_turns
 
 CREDENTIALS = Credentials("nats://127.0.0.1:1", "mesh", "word", {"demo": "other"})

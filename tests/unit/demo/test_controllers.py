@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from phaseloom.cli.controllers import (
+from phaseloom.common.contract.errors import ResourceError
+from phaseloom.demo.controllers import (
     ControllerLine,
     Controllers,
     ControllerSpec,
     find_example,
     result_of,
 )
-from phaseloom.common.contract.errors import ResourceError
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = textwrap.dedent(
@@ -164,8 +164,8 @@ def test_wheel_has_the_example_and_all_that_it_imports(tmp_path: Path) -> None:
     )
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
-    installed = tmp_path / "installed" / "phaseloom" / "cli"
-    program = "from phaseloom.cli.controllers import find_example; print(find_example())"
+    installed = tmp_path / "installed" / "phaseloom" / "demo"
+    program = "from phaseloom.demo.controllers import find_example; print(find_example())"
     python = [sys.executable, "-S", "-c"]
     paths = [str(tmp_path / "installed"), *(path for path in sys.path if "packages" in path)]
     found = subprocess.run(

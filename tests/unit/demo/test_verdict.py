@@ -6,8 +6,8 @@ import io
 
 from rich.console import Console
 
-from phaseloom.cli import verdict
-from phaseloom.cli.report import AloneRun, JobResult, Summary, read_log, summarize
+from phaseloom.demo import verdict
+from phaseloom.demo.report import AloneRun, JobResult, Summary, read_log, summarize
 from tests.support.runlog import alone, shared
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group
 from rich.table import Table
 
-from phaseloom.cli.report import Summary
+from phaseloom.demo.report import Summary
 
 
 def tables(summary: Summary) -> Group:
