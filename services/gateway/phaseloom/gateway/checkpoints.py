@@ -1,8 +1,7 @@
-"""The Tinker API's calls about saved checkpoints: list, set a time to live, delete, and download as
-a tar file.
+"""The Tinker API's calls about saved checkpoints: list, expire, delete, and download as a tar file.
 
-A checkpoint of the SDK is a checkpoint of the mesh under a path. The mesh keeps the files, and
-removes them once their time to live is over; the path is gone at the same time.
+A checkpoint of the SDK is a path that names a checkpoint of the mesh. The mesh keeps the files and
+removes them when their time to live ends; the path disappears at the same time.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ routes = web.RouteTableDef()
 
 _OF_RUN = PREFIX + "/training_runs/{run}/checkpoints/{checkpoint:.+}"
 _SIGNED_S = 15 * 60.0
-"""How long the address of an archive can be used to begin a download."""
+"""Time within which a download from an archive's address must start."""
 
 
 class SetTtl(msgspec.Struct, frozen=True):
@@ -64,7 +63,7 @@ async def list_of_user(request: web.Request) -> web.Response:
 
 @routes.delete(_OF_RUN)
 async def delete(request: web.Request) -> web.Response:
-    """Make a checkpoint count as expired from now on, and remove its files."""
+    """Expire a checkpoint now and remove its files."""
     tenant, record = _named_checkpoint(request)
     expired = replace(record, expires_s=0.0)
     await tenant.book.put(expired)
@@ -83,7 +82,7 @@ async def set_ttl(request: web.Request) -> web.Response:
 
 @routes.get(_OF_RUN + "/archive")
 async def archive(request: web.Request) -> web.Response:
-    """Answer with an address from which anybody can download a checkpoint, for a while."""
+    """Return a temporary address from which anybody can download a checkpoint."""
     tenant, record = _named_checkpoint(request)
     expires_s = int(time.time() + _SIGNED_S)
     path = f"{PREFIX}/archives/{tenant.name}/{record.id.removeprefix('tinker://')}"
@@ -100,7 +99,7 @@ async def archive(request: web.Request) -> web.Response:
 
 @routes.get(PREFIX + "/archives/{tenant}/{run}/{checkpoint:.+}")
 async def download(request: web.Request) -> web.StreamResponse:
-    """A checkpoint as a tar file with one directory."""
+    """Stream a checkpoint as a tar file with one directory."""
     tenant, record = _named_checkpoint(request)
     if request.match_info["tenant"] != tenant.name:
         raise CallerError(
@@ -118,19 +117,21 @@ async def download(request: web.Request) -> web.StreamResponse:
             await answer.write(part)
     except PhaseloomError as error:
         log.warning("an archive of %s ended early: %s", record.id, error)
-        answer.force_close()  # what was sent cannot be taken back: the caller sees no proper end
+        # Part of the file is already sent, so close the connection: the caller sees an incomplete
+        # download.
+        answer.force_close()
         if request.transport is not None:
             request.transport.abort()
     return answer
 
 
 async def clean_up(tenant: Tenant, record: CheckpointRecord) -> None:
-    """Remove the files of the checkpoint that a path named before; where the path's own checkpoint
-    has expired, remove its files and the path, too.
+    """Remove the files of the checkpoint that a path named before. If the path's own checkpoint has
+    expired, remove its files and the path as well.
 
-    Files that are being loaded stay for now: the record says that they are still to be removed.
+    Files that are being loaded stay for now; the record remembers that they must be removed.
 
-    Raises: PhaseloomError: files stay.
+    Raises: PhaseloomError: some files could not be removed.
     """
     if record.replaces is not None:
         if not await tenant.remove_files(*record.replaces):
@@ -150,9 +151,9 @@ async def clean_up_all(tenant: Tenant) -> None:
 
 
 def ttl_of(seconds: float | None) -> float:
-    """The time to live in seconds for the mesh, from the SDK's `ttl_seconds`; 0: for ever.
+    """Convert the SDK's `ttl_seconds` to the mesh's time to live. 0 means no limit.
 
-    Raises: CallerError: the SDK's value is no number of seconds above 0.
+    Raises: CallerError: the value is not a positive number of seconds.
     """
     if seconds is not None and not seconds > 0:
         raise CallerError(
@@ -168,7 +169,7 @@ def timestamp(seconds: float) -> str:
 
 
 def _named_checkpoint(request: web.Request) -> tuple[Tenant, CheckpointRecord]:
-    """The tenant, and the checkpoint that the address of a request names.
+    """Return the tenant, and the checkpoint that a request's address names.
 
     Raises: CallerError: NOT_FOUND: the tenant has no such checkpoint.
     """

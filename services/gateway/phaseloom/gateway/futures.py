@@ -1,4 +1,4 @@
-"""Promises: the answers to calls that take time, by a name that the same call has each time."""
+"""Promises: answers to calls that take time. A repeated call finds its promise by name."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ Answer = bytes | dict[str, Any]
 """A protobuf message, or a JSON object."""
 
 ACTIVE, PAUSED = "active", "paused_capacity"
-"""The SDK's words for a call that runs, and for one that waits for a device."""
+"""The SDK's words for a running call, and for one that waits for a device."""
 _PERMITTED = "permitted"
 _MAX_KEPT = 10_000
 
 
 @dataclass
 class Promise:
-    """The answer to one call, which may still be on its way."""
+    """The answer to one call, which may still be pending."""
 
     task: asyncio.Task[Answer | Lost]
     handle: OperationHandle[Any] | None = None
-    """The operation that the answer comes from, which the mesh can explain; None: there is none
-    yet."""
+    """The operation that produces the answer, for explanations and cancellation. None: not
+    submitted yet."""
     is_cancelled: bool = False
-    """Whether nobody wants the answer any more."""
+    """Whether the caller no longer wants the answer."""
 
     async def comes_from(self, handle: OperationHandle[Any]) -> None:
-        """Note the operation that the answer comes from, once there is one."""
+        """Set the operation that produces the answer, once it is submitted."""
         self.handle = handle
         if self.is_cancelled:
             await handle.cancel()
 
     async def cancel(self) -> None:
-        """Cancel the operation that the answer comes from, now or once there is one."""
+        """Cancel the operation that produces the answer, now or when it is submitted."""
         self.is_cancelled = True
         if self.handle is not None and not self.handle.done():
-            with suppress(CallerError):  # it has ended meanwhile
+            with suppress(CallerError):  # it has ended already
                 await self.handle.cancel()
 
     async def stored(self) -> None:
-        """Wait until the mesh has the operation: from then on the promise is kept, whichever
-        process dies.
+        """Wait until the mesh has stored the operation. From then on the promise survives any
+        crash.
 
-        Raises: Lost: it is not known whether the mesh has the operation.
+        Raises: Lost: it is unknown whether the mesh has the operation.
         """
         if self.handle is None:
             return
@@ -73,21 +73,20 @@ class Promise:
 
     @property
     def is_lost(self) -> bool:
-        """Whether this gateway cannot know the answer any more, so that the call must be made
-        again."""
+        """Whether this gateway can no longer learn the answer, so the call must be made again."""
         if self.handle is not None and self.handle.is_lost:
             return True
         return self.task.done() and isinstance(self.task.result(), Lost)
 
     async def answer(self) -> Answer:
-        """Wait for the answer. Raises: Lost: this gateway cannot know the answer."""
+        """Wait for the answer. Raises: Lost: this gateway cannot learn it."""
         answer = await asyncio.shield(self.task)
         if isinstance(answer, Lost):
             raise answer
         return answer
 
     async def queue(self) -> tuple[str, str]:
-        """The state of the call in the SDK's words, and why it waits, in the scheduler's words."""
+        """Return the call's state in the SDK's words, and the scheduler's reason why it waits."""
         if self.handle is None:
             return PAUSED, "waits for a place on the mesh"
         try:
@@ -98,7 +97,7 @@ class Promise:
 
 
 def reason(explanation: Explanation) -> str:
-    """An explanation as one sentence, with the predicted start."""
+    """Format an explanation as one sentence, with the predicted start."""
     waits = [f"waits for {cause}" for cause in explanation.waits_for]
     place = f"place {explanation.place} on its device" if explanation.place else ""
     start = (
@@ -110,14 +109,13 @@ def reason(explanation: Explanation) -> str:
 
 
 class Futures:
-    """The promises of a tenant. Above `_MAX_KEPT` promises, the oldest finished ones are
-    forgotten."""
+    """A tenant's promises. Above `_MAX_KEPT`, the oldest finished ones are forgotten."""
 
     def __init__(self) -> None:
         self._promises: dict[str, Promise] = {}
 
     def find(self, name: str) -> Promise | None:
-        """The promise of this name; None: there is none, or it is lost."""
+        """Return the promise with this name, or None if there is none or it is lost."""
         promise = self._promises.get(name)
         return None if promise is None or promise.is_lost else promise
 
@@ -127,9 +125,10 @@ class Futures:
         work: Callable[[], Coroutine[Any, Any, Answer]],
         handle: OperationHandle[Any] | None = None,
     ) -> Promise:
-        """The promise of this name. Where there is none, or it is lost, the work begins now.
+        """Return the promise with this name. If there is none, or it is lost, start the work.
 
-        Args: work: makes the answer. handle: the operation that the answer comes from.
+        Args: work: produces the answer.
+              handle: the operation that the answer comes from.
         """
         promise = self.find(name)
         if promise is None:
@@ -141,9 +140,9 @@ class Futures:
 
 
 async def _answer(work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer | Lost:
-    """The answer that the work makes; an error is answered as the SDK reads errors.
+    """Run the work and return its answer, with errors in the form that the SDK reads.
 
-    `Lost` is returned and not raised: nobody may be waiting for the promise.
+    `Lost` is returned instead of raised, because nobody may be awaiting the promise.
     """
     try:
         return await work()

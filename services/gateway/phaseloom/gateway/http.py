@@ -1,4 +1,4 @@
-"""Parts that all calls over HTTP share: the caller's tenant, the body, and the form of errors."""
+"""Shared parts of all HTTP calls: the caller's tenant, the body, and the form of errors."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ _STATUS = {
     Code.RESOURCE_EXHAUSTED: 429,
     Code.UNAVAILABLE: 503,
 }
-"""The HTTP status of some codes. Any other mistake of a caller is 400, all else 500."""
+"""HTTP status by error code. Other mistakes of a caller are 400; everything else is 500."""
 
 PREFIX = "/api/v1"
-"""The beginning of the path of every call of the Tinker API."""
+"""Prefix of every path of the Tinker API."""
 _TINKER = "/api/"
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 """OpenAI's names for errors."""
 MAX_BODY_BYTES = 64 * 2**20
 _MAX_MESSAGE_CHARS = 2000
 _PAGE = 100
-"""The number of items that are listed where a request does not say how many."""
+"""Number of listed items if a request does not specify it."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Unauthorized(Exception):
-    """The request has no API key, or a key that no tenant has."""
+    """The request has no API key, or an unknown one."""
 
 
 def tenant_of(request: web.Request) -> Tenant:
-    """The tenant whose key the request has. Raises: Unauthorized."""
+    """Return the tenant that a request's key belongs to. Raises: Unauthorized."""
     seat = request.app[REPLICA].seat(request)
     if seat is None:
         raise Unauthorized
@@ -53,7 +53,8 @@ def tenant_of(request: web.Request) -> Tenant:
 
 
 async def content_of(request: web.Request) -> bytes:
-    """The body of a request. Raises: CallerError: its caller has hung up, or sends no HTTP."""
+    """Return the body of a request. Raises: CallerError: the caller disconnected or sent invalid
+    HTTP."""
     try:
         return await request.read()
     except (ConnectionResetError, web.RequestPayloadError) as error:
@@ -63,13 +64,12 @@ async def content_of(request: web.Request) -> bytes:
 
 
 async def body_of(request: web.Request, kind: type[T]) -> T:
-    """The JSON body of a request. Raises: CallerError: as `decoded`."""
+    """Return the JSON body of a request. Raises: CallerError: as `decoded`."""
     return decoded(await content_of(request) or b"{}", kind)
 
 
 def decoded(content: bytes, kind: type[T]) -> T:
-    """An object that came as JSON. Raises: CallerError: it is not valid; names the field at
-    fault."""
+    """Decode a JSON object. Raises: CallerError: it is invalid; names the field."""
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -78,9 +78,9 @@ def decoded(content: bytes, kind: type[T]) -> T:
 
 
 def page_of(request: web.Request, items: list[T]) -> tuple[list[T], dict[str, int]]:
-    """The items that a request's `limit` and `offset` ask for, and where they are among all.
+    """Select the items of a request's `limit` and `offset`, and return them with their position.
 
-    Raises: CallerError: one of them is no number.
+    Raises: CallerError: one of them is not a number.
     """
     limit, offset = _number(request, "limit", _PAGE), _number(request, "offset", 0)
     cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
@@ -102,7 +102,7 @@ def status_of(error: PhaseloomError) -> int:
 
 
 def error_body(path: str, status: int, message: str, field: str) -> dict[str, Any]:
-    """The body of an error, in the form of the API that the path belongs to."""
+    """Build the body of an error, in the form of the API that the path belongs to."""
     if path.startswith(_TINKER):
         return {"detail": message, "field": field}
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
@@ -115,7 +115,7 @@ def refused(path: str, status: int, message: str, field: str) -> web.Response:
 
 @web.middleware
 async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error in the form of the API that was called."""
+    """Return every error in the form of the API that was called."""
 
     def refuse(status: int, message: str, field: str = "") -> web.Response:
         message = message[:_MAX_MESSAGE_CHARS]  # it may quote what the caller sent

@@ -27,19 +27,19 @@ from phaseloom.gateway.tinker.sessions import end_silent_sessions
 log = logging.getLogger(__name__)
 
 _END_S = 2.0
-"""Seconds for which calls that wait for a promise may go on when the gateway is told to stop."""
+"""Time that calls waiting for a promise may continue after a stop was requested."""
 
 
 class GatewayConfig(msgspec.Struct, frozen=True):
-    """The settings of a gateway: the section `gateway`, or PHASELOOM_GATEWAY_<FIELD>."""
+    """The gateway's settings, from the section `gateway` or PHASELOOM_GATEWAY_<FIELD>."""
 
     port: int
     keys: dict[str, str]
-    """API key → tenant. The Tinker SDK needs keys that begin with `tml-`."""
+    """Tenants by API key. The Tinker SDK needs keys that begin with `tml-`."""
     passwords: dict[str, str]
-    """Tenant → the tenant's password on the bus."""
+    """Passwords on the bus, by tenant."""
     name: str = "gateway"
-    """The name of this process, as NATS shows the connection."""
+    """Name of this process, shown in NATS's list of connections."""
     host: str = "127.0.0.1"
     """The address to listen at."""
     train_pool: str = "train"
@@ -49,16 +49,16 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     scratch_bytes: int = 0
     """Bytes of device memory for vLLM's KV cache, in each sampler."""
     max_adapters: int = 8
-    """The number of adapters that the sampler of a base keeps on its device."""
+    """Adapters that the sampler of a base keeps on its device."""
     session_s: float = 600.0
-    """Seconds of silence after which a session of the Tinker SDK is over, and its models end. The
+    """Time without a heartbeat after which a session of the Tinker SDK ends, with its models. The
     SDK sends a heartbeat every 10 s."""
 
     shares_port: bool = False
-    """Whether other replicas on this machine listen at the same port; the kernel divides the
-    connections among them."""
+    """Whether other replicas on this machine listen at the same port. The kernel then divides the
+    connections."""
     peer_host: str = ""
-    """The host at which other replicas reach this one. Empty: `host`, or this machine's name where
+    """Host name at which other replicas reach this one. Empty: `host`, or this machine's name if
     `host` means every address."""
 
     @property
@@ -78,8 +78,8 @@ class GatewayConfig(msgspec.Struct, frozen=True):
         )
 
     def check(self) -> None:
-        """Raises: CallerError: a number is out of its bounds, or a key belongs to a tenant that has
-        no password."""
+        """Raises: CallerError: a number is out of range, or a key belongs to a tenant without a
+        password."""
         config.check_bounds(self, "gateway", _BOUNDS)
         for tenant in self.keys.values():
             if tenant not in self.passwords:
@@ -99,7 +99,7 @@ _BOUNDS = {
 
 
 async def serve(stop: asyncio.Event) -> None:
-    """Serve until told to stop. Jobs go on, and the next gateway attaches to them."""
+    """Serve until `stop` is set. Jobs continue, and the next gateway attaches to them."""
     settings = config.load(GatewayConfig, "gateway")
     settings.check()
     bus_config = config.load(BusConfig, "bus")
@@ -129,7 +129,7 @@ async def serve(stop: asyncio.Event) -> None:
 
 
 async def _check_passwords(settings: GatewayConfig, url: str) -> None:
-    """Connect as every tenant once, and log who is denied: the others are served all the same.
+    """Connect once as every tenant and log those that are denied. The others are still served.
 
     Raises: CallerError: PERMISSION_DENIED: every tenant is denied.
     """
@@ -161,9 +161,9 @@ async def _listen(
     seats: list[Seat],
     stop: asyncio.Event,
 ) -> None:
-    """Answer calls, and serve tenants, until told to stop.
+    """Answer calls and serve tenants until `stop` is set.
 
-    Args: own: the URL at which the other replicas reach this one.
+    Args: listener: the socket at which other replicas reach this one.
     """
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_END_S)
     await runner.setup()

@@ -1,10 +1,9 @@
-"""The models of a tenant as jobs of the mesh: models that are trained, and samplers of fixed
-weights.
+"""A tenant's models as jobs of the mesh: trained models, and samplers of fixed weights.
 
-A trained model is a job with the deployment `policy`. One that trains all weights has a `sampler`
-beside it. Models that train adapters on one base share one sampler, which belongs to the tenant.
-The SDK numbers the calls of a model from 1, and the mesh numbers the operations of `policy` the
-same way: so the mesh keeps order, retries and results after a restart, and the gateway does not.
+A trained model is a job with the deployment `policy`, and `sampler` if it trains all weights.
+Models that train adapters on one base share one sampler, which belongs to the tenant. The SDK
+numbers the calls of a model from 1, and the mesh numbers the operations of `policy` the same way.
+Order, retries and results after a restart are therefore the mesh's, not the gateway's.
 """
 
 from __future__ import annotations
@@ -52,18 +51,18 @@ class Version(NamedTuple):
 
     name: str
     source: str = ""
-    """The `<job>/<deployment>` that saved the checkpoint; empty: the sampler itself."""
+    """The `<job>/<deployment>` that saved the checkpoint. Empty: the sampler itself."""
 
 
 BASE = Version("base")
-"""The weights with which a base's sampler begins."""
+"""The weights that a base's sampler starts with."""
 LEAST_ROOM = 32
-"""The least rank that a shared sampler has room for: the SDK's rank where a caller names none."""
+"""Minimum rank that a shared sampler has room for: the SDK's default rank."""
 
 
 @dataclass(frozen=True)
 class Backends:
-    """The backends that run the deployments of a gateway's jobs, and their memory."""
+    """The backends of a gateway's deployments, and their memory."""
 
     train: str = "fsdp"
     rollout: str = "sampler"
@@ -72,7 +71,7 @@ class Backends:
     scratch_bytes: int = 0
     """Bytes of device memory for vLLM's KV cache, in each sampler."""
     max_adapters: int = 8
-    """The number of adapters that a shared sampler keeps on its device."""
+    """Adapters that a shared sampler keeps on its device."""
 
     @property
     def has_adapters(self) -> bool:
@@ -97,8 +96,8 @@ class Backends:
 
 
 def context_of(base: RegisteredModel) -> int:
-    """The most tokens of a sequence, from a model's configuration. GPT-2 and its kin have another
-    field."""
+    """Return the maximum sequence length from a model's configuration. GPT-2 and similar models use
+    another field."""
     context = base.config.get("max_position_embeddings") or base.config.get("n_positions")
     if not isinstance(context, int):
         raise CallerError(
@@ -112,8 +111,7 @@ def context_of(base: RegisteredModel) -> int:
 
 @dataclass(frozen=True)
 class Draw:
-    """A request to sample, without the weights to use; its fields are the arguments of
-    `generate`."""
+    """A sampling request without its weights. The fields are the arguments of `generate`."""
 
     prompt: Prompt
     sampling: SamplingParams
@@ -123,7 +121,7 @@ class Draw:
     stream: bool = False
 
     def by(self, deployment: Deployment, weights: NamedWeights | None = None) -> GenerateHandle:
-        """Submit the `generate` to a deployment. Args: weights: used in place of the deployment's
+        """Submit the `generate` to a deployment. Args: weights: used instead of the deployment's
         own."""
         return deployment.generate(
             [self.prompt],
@@ -137,17 +135,17 @@ class Draw:
 
 
 class VersionedSampler:
-    """A sampler that loads the weights of the request that comes next.
+    """A sampler that loads the weights that the next request needs.
 
-    Its checkpoints are the versions. Requests for the weights that it holds run in one batch.
-    Another version is loaded once the earlier requests have ended.
+    Its checkpoints are the versions. Requests for the loaded weights run in one batch. Another
+    version is loaded once earlier requests have ended.
     """
 
     def __init__(self, job: MeshJob) -> None:
         self.job = job
         self._deployment: Deployment = job.deployment(SAMPLER)
         self._holds: Version | None = None
-        """The version whose weights the sampler holds; None: it is not known."""
+        """The version that the sampler has loaded, or None if unknown."""
         self._lock = asyncio.Lock()
 
     async def generate(self, version: Version, draw: Draw) -> GenerateHandle:
@@ -172,7 +170,7 @@ class VersionedSampler:
         keep: int,
         ttl_s: float = 0.0,
     ) -> None:
-        """Take published weights, and save them as a version.
+        """Sync published weights and save them as a version.
 
         Args: keep, ttl_s: as in `save_state`.
         """
@@ -185,14 +183,14 @@ class VersionedSampler:
         await outcome_of(saved)
 
     async def keep(self, version: str) -> None:
-        """Save the weights that the sampler begins with as a version."""
+        """Save the sampler's initial weights as a version."""
         async with self._lock:
             await outcome_of(self._deployment.save_state(version))
             self._holds = Version(version)
 
 
 class SharedSampler:
-    """A sampler that draws with all adapters of a tenant on one base, several in one batch."""
+    """A sampler for all adapters of a tenant on one base, several in one batch."""
 
     def __init__(self, job: MeshJob) -> None:
         self.job = job
@@ -206,18 +204,17 @@ class SharedSampler:
 
 
 class TrainedModel:
-    """A model that is trained, in this gateway's session of the model's job."""
+    """A trained model, with this gateway's session of its job."""
 
     def __init__(self, job: MeshJob, adapter: Adapter | None) -> None:
         self.job = job
         self.policy: Deployment = job.deployment(POLICY)
         self.sampler = VersionedSampler(job) if adapter is None else None
-        """The model's own sampler; None: the tenant's shared sampler draws with the model's
-        adapter."""
+        """The model's own sampler. None: it uses the tenant's shared sampler."""
 
 
 class Models:
-    """The models of a tenant whose jobs this gateway has a session of."""
+    """A tenant's models whose jobs this gateway has attached to."""
 
     def __init__(self, mesh: Mesh, backends: Backends) -> None:
         self._mesh = mesh
@@ -231,9 +228,9 @@ class Models:
         return self._backends.has_adapters
 
     async def train(self, job: str, base: str, adapter: Adapter | None) -> TrainedModel:
-        """Make a model, or return the one that was made by the same call before.
+        """Create a model, or return the one that an earlier identical call created.
 
-        Raises: PhaseloomError: the job was refused, or failed to start.
+        Raises: PhaseloomError: the job was refused or failed to start.
         """
 
         async def make() -> TrainedModel:
@@ -246,16 +243,16 @@ class Models:
             except CallerError as error:
                 if error.info.code is not Code.ALREADY_EXISTS:
                     raise
-                # An earlier gateway has begun to make it.
+                # An earlier gateway has started to create it.
                 model_job = await self._mesh.attach(job, numbered=[POLICY])
             return TrainedModel(model_job, adapter)
 
         return await _once(self._trained, job, make)
 
     async def trained(self, job: str, adapter: Adapter | None) -> TrainedModel:
-        """A model that was made by this gateway or by an earlier one.
+        """Return a model that this gateway or an earlier one created.
 
-        Raises: PhaseloomError: its job has ended, or was never made.
+        Raises: PhaseloomError: its job has ended or never existed.
         """
 
         async def attach() -> TrainedModel:
@@ -264,8 +261,8 @@ class Models:
         return await _once(self._trained, job, attach)
 
     async def base_sampler(self, base: RegisteredModel) -> VersionedSampler:
-        """The tenant's sampler of a base, for whole weights that belong to no trained model's own
-        sampler."""
+        """Return the tenant's sampler of a base, for whole weights that no trained model's own
+        sampler has."""
         name = f"base-{_digest(base)}"
 
         async def make() -> VersionedSampler:
@@ -279,8 +276,8 @@ class Models:
         return await _once(self._bases, name, make)
 
     async def shared_sampler(self, base: RegisteredModel, adapter: Adapter) -> SharedSampler:
-        """The tenant's sampler for adapters like this one on a base: adapters of the same targets,
-        of any alpha and seed, and of any rank up to the next power of two."""
+        """Return the tenant's sampler for adapters like this one: the same base and targets, any
+        alpha and seed, and any rank up to the next power of two."""
         rank = LEAST_ROOM
         while rank < adapter.rank:
             rank *= 2
@@ -295,21 +292,22 @@ class Models:
         return await _once(self._shared, name, make)
 
     async def _submitted(self, job: str, specs: list[DeploymentSpec]) -> MeshJob:
-        """Submit a job. Raises: PhaseloomError: as `Mesh.submit_job`; CallerError:
+        """Submit a job. Raises: PhaseloomError: as `Mesh.submit_job`. CallerError:
         FAILED_PRECONDITION: no node has room for the model, even alone."""
         try:
             return await self._mesh.submit_job(job, specs)
         except ResourceError as error:
             if not is_for_good(error.info):
                 raise
-            # Clients ask again, by themselves, what has found no room.
+            # Clients retry by themselves if there was no room, so a permanent lack needs another
+            # code.
             for_good = replace(error.info, code=Code.FAILED_PRECONDITION, field="model")
             raise to_exception(for_good) from error
 
     async def _submit_or_attach(self, name: str, specs: list[DeploymentSpec]) -> MeshJob:
-        """The job of this name that runs, made by an earlier gateway or made now.
+        """Return the running job with this name, attaching to an existing one or submitting it.
 
-        A number is added to the name, one higher for each job of the name that has ended.
+        The name gets a number, increased for each earlier job of that name that has ended.
         """
         for number in itertools.count():
             job = f"{name}-{number}"
@@ -326,19 +324,19 @@ class Models:
         raise AssertionError("numbers do not end")
 
     async def sizes(self, job: str = "") -> dict[tuple[str, str], int]:
-        """The bytes of each checkpoint, by (source, name).
+        """Return the size of each checkpoint in bytes, by (source, name).
 
-        Args:   job: only checkpoints of this job; empty: of all jobs.
-        Raises: PhaseloomError: the mesh gives no answer.
+        Args:   job: only checkpoints of this job. Empty: of all jobs.
+        Raises: PhaseloomError: the mesh does not answer.
         """
         listed = await self._mesh.list_checkpoints(job)
         return {(f"{c.job}/{c.deployment}", c.name): c.num_bytes for c in listed.checkpoints}
 
     async def delete(self, source: str, name: str) -> None:
-        """Remove a checkpoint's files, if they are there still.
+        """Remove a checkpoint's files, if they still exist.
 
         Args:   source: the `<job>/<deployment>` that saved it.
-        Raises: PhaseloomError: the files stay.
+        Raises: PhaseloomError: the files could not be removed.
         """
         try:
             await self._mesh.delete_checkpoint(*_saver(source), name)
@@ -347,15 +345,14 @@ class Models:
                 raise
 
     async def expire(self, source: str, name: str, ttl_s: float) -> None:
-        """Keep a checkpoint for `ttl_s` seconds from now.
+        """Set a checkpoint's time to live, in seconds from now.
 
-        Raises: CallerError: NOT_FOUND: there is no such checkpoint; the time is not valid.
+        Raises: CallerError: NOT_FOUND, or an invalid time.
         """
         await self._mesh.expire_checkpoint(*_saver(source), name, ttl_s)
 
     async def archive(self, source: str, name: str) -> CheckpointArchive:
-        """Open a checkpoint as a tar file. Raises: CallerError: NOT_FOUND: there is no such
-        checkpoint."""
+        """Open a checkpoint as a tar file. Raises: CallerError: NOT_FOUND."""
         return await self._mesh.archive_checkpoint(*_saver(source), name)
 
     async def finish(self, job: str) -> None:
@@ -365,7 +362,7 @@ class Models:
 
 
 def _saver(source: str) -> tuple[str, str]:
-    """The job and the deployment that saved a checkpoint."""
+    """Return the job and the deployment that saved a checkpoint."""
     job, _, deployment = source.partition("/")
     return job, deployment
 
@@ -375,10 +372,11 @@ def _digest(*parts: object) -> str:
 
 
 def is_for_good(error: ErrorInfo) -> bool:
-    """Whether what found no room would find none on empty nodes either.
+    """Return whether a job that found no room would not fit on empty nodes either.
 
-    An error without numbers is one of the job's spec, which no node could hold, if it names a
-    field; else room may come back, as on the disk of the NATS server.
+    If the error has numbers, they decide. An error without numbers that names a field is about the
+    job's spec, which no node could hold. Otherwise room may become available, as on the disk of the
+    NATS server.
     """
     if error.code is not Code.RESOURCE_EXHAUSTED:
         return False
@@ -391,9 +389,9 @@ def is_for_good(error: ErrorInfo) -> bool:
 async def _once(
     tasks: dict[str, asyncio.Task[_T]], key: str, make: Callable[[], Coroutine[Any, Any, _T]]
 ) -> _T:
-    """The result of `make`, which is called once for all who ask at the same time.
+    """Return the result of `make`, which runs once for all concurrent callers.
 
-    It is called again after a failure, and once the session of the result's job is over.
+    It runs again after a failure, and once the session of the result's job is over.
     """
     job_task = tasks.get(key)
     is_gone = job_task is None or (

@@ -1,9 +1,9 @@
 """OpenAI's API for completions, with the token ids and log-probabilities that trainers need.
 
-`model` is a registered model, a checkpoint's path or a sampling session of the Tinker API. Beside
-OpenAI's fields, vLLM's are understood: `return_token_ids`, `stop_token_ids`, `top_k`, `min_p`,
-`ignore_eos`, `return_tokens_as_token_ids`. A field that is not served is refused by its name, so
-that nobody takes an answer for what they asked for; it may say what is done anyway.
+`model` is a registered model, a checkpoint's path or a sampling session of the Tinker API. In
+addition to OpenAI's fields, these fields of vLLM are supported: `return_token_ids`,
+`stop_token_ids`, `top_k`, `min_p`, `ignore_eos`, `return_tokens_as_token_ids`. An unsupported field
+is refused by name, unless its value requests nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _WITHOUT_EFFECT = frozenset(
         *("include_obfuscation", "detokenize", "spaces_between_special_tokens"),
     }
 )
-"""The fields that change nothing of an answer, whatever they say."""
+"""Fields that never change an answer and are ignored."""
 _NOTHING_ASKED: dict[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
@@ -76,7 +76,7 @@ _NOTHING_ASKED: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "verbosity": ("medium",),
 }
-"""The values, beside null, of fields that are not served, by which a caller asks for nothing."""
+"""Values, besides null, with which an unsupported field requests nothing."""
 
 routes = web.RouteTableDef()
 
@@ -86,7 +86,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class _Asked(msgspec.Struct, frozen=True):
-    """The fields that completions and chat completions share."""
+    """Fields that completions and chat completions share."""
 
     model: str
     n: int = 1
@@ -110,10 +110,10 @@ class _Asked(msgspec.Struct, frozen=True):
 
 class Complete(_Asked, frozen=True, kw_only=True):
     prompt: Any
-    """A text, tokens, or several of one of these."""
+    """A text, tokens, or a list of either."""
     logprobs: int | None = None
     add_special_tokens: bool = True
-    """Whether a text has the tokens that the tokenizer puts around one, as the first of all."""
+    """Whether the tokenizer adds its special tokens to a text, such as the one at the beginning."""
 
 
 class Chat(_Asked, frozen=True, kw_only=True):
@@ -127,7 +127,7 @@ class Chat(_Asked, frozen=True, kw_only=True):
 
 
 class TokenSampling(_Asked, frozen=True, kw_only=True):
-    """The `sampling_params` of a request for tokens."""
+    """The `sampling_params` of a token request."""
 
     model: str = ""
     logprobs: int | None = None
@@ -146,7 +146,7 @@ _INNER: dict[str, type[msgspec.Struct]] = {
     "sampling_params": TokenSampling,
     "stream_options": StreamOptions,
 }
-"""The types of the fields that are objects with fields of their own."""
+"""Types of the fields that are objects themselves."""
 _Fields = dict[str, msgspec.Raw]
 _T = TypeVar("_T", Complete, Chat, Tokens)
 
@@ -164,21 +164,22 @@ class Call:
         return tokenizer_of(self.source.base.directory.path)
 
     def spell(self, token: int) -> str:
-        """The text of a token beside its log-probability."""
+        """Return the text of a token as it is shown with its log-probability."""
         if self.body.return_tokens_as_token_ids:
             return f"token_id:{token}"
         return self.tokenizer.token(token)
 
     def text(self) -> TextParts:
-        """A new `TextParts`, for the text of one sample."""
+        """Create a `TextParts` for the text of one sample."""
         return TextParts(self.tokenizer.decode, _stops(self.body))
 
     async def submit(self, tokens: list[int], limit: int, top: int) -> GenerateHandle:
         """Submit a `generate` that continues a prompt.
 
-        Args:   limit: the most new tokens. top: likeliest tokens at each position whose
-                log-probabilities are answered.
-        Raises: CallerError: the prompt leaves no room.
+        Args:   limit: maximum new tokens.
+                top: number of likeliest tokens at each position whose log-probabilities are
+                    returned.
+        Raises: CallerError: the prompt fills the context.
         """
         check_samples(self.body.n, "n")
         room = self.source.context - len(tokens)
@@ -200,28 +201,29 @@ class Form:
     """The form in which an answer is written."""
 
     envelope: dict[str, Any]
-    """The fields of every answer, and of every event of a stream."""
+    """Fields of every answer, and of every event of a stream."""
     choice: Callable[[int, Piece, str], dict[str, Any]]
-    """Writes a choice, or the next piece of one, from (its index, the piece, the piece's text)."""
+    """Builds a choice, or a piece of one, from (its index, the piece, the piece's text)."""
     event: str = ""
-    """The `object` of an event of a stream; empty: events have none."""
+    """The `object` of a stream's events. Empty: they have none."""
     once: dict[str, Any] = field(default_factory=dict)
-    """Further fields of a whole answer, and of the first event of a stream."""
+    """Additional fields of a whole answer, and of the first event of a stream."""
     has_text: bool = True
 
 
 async def _read(request: web.Request, kind: type[_T]) -> _T:
-    """The body of a request. Raises: CallerError: it is not valid, or asks for something that is
-    not served; names the field."""
+    """Read the body of a request. Raises: CallerError: it is invalid or requests something
+    unsupported; names the field."""
     fields = await body_of(request, _Fields)
     return decoded(msgspec.json.encode(_served(fields, kind, "")), kind)
 
 
 def _served(given_fields: _Fields, kind: type[msgspec.Struct], prefix: str) -> dict[str, Any]:
-    """The fields of an object that are served and are not null.
+    """Return the supported fields of an object that are not null.
 
-    Args:   kind: the type of the object. prefix: of the names of its fields in errors.
-    Raises: CallerError: a field is not served, and its value asks for something.
+    Args:   kind: the type of the object.
+            prefix: prefix of its fields' names in errors.
+    Raises: CallerError: an unsupported field requests something.
     """
     fields: dict[str, Any] = {}
     for name, value in given_fields.items():
@@ -349,8 +351,8 @@ async def chat(request: web.Request) -> web.StreamResponse:
 
 
 def _check_chat(body: Chat) -> None:
-    """Raises: CallerError: the request asks for a call of a tool, or for likeliest tokens where no
-    log-probabilities are answered."""
+    """Raises: CallerError: the request forces a tool call, or asks for likeliest tokens without
+    log-probabilities."""
     if body.tool_choice not in (None, "auto", "none"):
         raise CallerError(
             "a tool call cannot be forced",
@@ -367,7 +369,7 @@ def _check_chat(body: Chat) -> None:
 
 @routes.post("/inference/v1/generate")
 async def tokens(request: web.Request) -> web.StreamResponse:
-    """Sample from tokens, and answer tokens, in the form of vLLM that agent frameworks use."""
+    """Sample from tokens and return tokens, in the form of vLLM that agent frameworks use."""
     tenant, body = tenant_of(request), await _read(request, Tokens)
     params = msgspec.structs.replace(
         body.sampling_params,
@@ -393,7 +395,7 @@ async def tokens(request: web.Request) -> web.StreamResponse:
 
 
 def _prompts(prompt: object) -> list[str | list[int]]:
-    """The prompts of a request, each as a text or as tokens.
+    """Return the prompts of a request, each as a text or as tokens.
 
     Raises: CallerError: the field is neither a prompt nor a list of prompts.
     """
@@ -410,7 +412,7 @@ def _prompts(prompt: object) -> list[str | list[int]]:
 
 
 def _tops(call: Call, piece: Piece) -> list[dict[str, float]]:
-    """The log-probabilities of the likeliest tokens at each position, by the tokens' text."""
+    """Return the likeliest tokens' log-probabilities at each position, by the tokens' text."""
     names = [call.spell(token) for token in piece.top_tokens]
     both = list(zip(names, piece.top_logprobs, strict=True))
     length = len(piece.tokens)
@@ -463,7 +465,8 @@ async def _answer(
     limit: int,
     top: int,
 ) -> web.StreamResponse:
-    """Sample from the prompts and write the answer; the sampling ends where the caller hangs up."""
+    """Sample from the prompts and write the answer. If the caller disconnects, sampling is
+    cancelled."""
     handles: list[GenerateHandle] = []
 
     async def submitted(tokens: list[int]) -> GenerateHandle:
@@ -492,7 +495,7 @@ async def _answer(
         await lifecycle.end([task])
         for handle in handles:
             if not handle.done():
-                with suppress(PhaseloomError):  # it ends without anybody who waits, later
+                with suppress(PhaseloomError):  # nobody awaits it, so it may end later
                     await handle.cancel()
 
 
@@ -519,7 +522,7 @@ class _Answer:
             for sample, sequence in enumerate(result.sequences[0])
         ]
         answer = {**self._form.envelope, **self._form.once}
-        # What OpenAI's clients have a field for: here it is the job that has drawn.
+        # OpenAI's clients can read this field; here it names the job that sampled.
         tenant, job, *_ = handles[0].key.split(".")
         answer["system_fingerprint"] = f"{tenant}.{job}"
         return web.json_response({**answer, "choices": choices, "usage": self._usage()})
@@ -527,7 +530,7 @@ class _Answer:
     async def stream(self, handles: list[GenerateHandle]) -> web.StreamResponse:
         """Write the pieces of all samples as they are drawn.
 
-        An error before the first piece is answered as an error; after that it is an event of the
+        An error before the first piece becomes an error response. Later it becomes an event of the
         stream.
         """
         options = self._call.body.stream_options or StreamOptions()
@@ -582,7 +585,7 @@ class _Answer:
 
 
 def _whole(prompt: int, sample: int, sequence: Sequence) -> Piece:
-    """A sample as one piece."""
+    """Convert a sample to one piece."""
     return Piece(
         prompt,
         sample,

@@ -1,7 +1,7 @@
-"""The records that a gateway needs after a restart, kept in the KV bucket `gateway`.
+"""Records that a gateway needs after a restart, stored in the KV bucket `gateway`.
 
 A model of the Tinker API is a job of the mesh, and its operations, results and checkpoints are the
-mesh's. So a record only says what a name of the API stands for on the mesh.
+mesh's. A record therefore only maps a name of the API to the mesh.
 """
 
 from __future__ import annotations
@@ -34,29 +34,27 @@ class SessionRecord(msgspec.Struct, frozen=True, tag="session"):
     tenant: str
     id: str
     metadata: dict[str, Any] = {}
-    """The `user_metadata` of the call that made the session."""
     display_name: str = ""
     made_s: float = 0.0
-    """The time at which the session was made, in Unix seconds."""
+    """Creation time in Unix seconds."""
 
 
 class ModelRecord(msgspec.Struct, frozen=True, tag="model"):
-    """A model that is trained: a job with the deployments `policy` and `sampler`."""
+    """A trained model: a job with the deployments `policy` and `sampler`."""
 
     tenant: str
     id: str
     job: str
     base: str
-    """The registered model that the training began with."""
+    """The registered model that training started from."""
     offset: int = 0
-    """The mesh's number of an operation minus the SDK's number. It is 1 where the model was made by
-    a load, because the SDK does not count that load."""
+    """The mesh's number of an operation minus the SDK's number. It is 1 if a load created the
+    model, because the SDK does not count that load."""
     metadata: dict[str, Any] = {}
-    """The `user_metadata` of the call that made the model."""
     adapter: Adapter | None = None
-    """The adapter that is trained on the base; None: all weights are trained."""
+    """The trained adapter. None: all weights are trained."""
     made_s: float = 0.0
-    """The time at which the model was made, in Unix seconds."""
+    """Creation time in Unix seconds."""
 
 
 class SamplerRecord(msgspec.Struct, frozen=True, tag="sampler"):
@@ -66,11 +64,11 @@ class SamplerRecord(msgspec.Struct, frozen=True, tag="sampler"):
     id: str
     base: str
     model: str = ""
-    """The trained model whose own sampler is used; empty: the tenant's sampler of the base."""
+    """The trained model whose own sampler is used. Empty: the tenant's sampler of the base."""
     version: str = ""
-    """The checkpoint with the weights; empty: the base's own weights."""
+    """The checkpoint with the weights. Empty: the base's own weights."""
     path: str = ""
-    """The path of the checkpoint, where it has one."""
+    """The checkpoint's path, if it has one."""
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True, tag="checkpoint"):
@@ -84,17 +82,16 @@ class CheckpointRecord(msgspec.Struct, frozen=True, tag="checkpoint"):
     source: str
     """The `<job>/<deployment>` that saved it."""
     name: str
-    """The name of the checkpoint on the mesh."""
+    """Name of the checkpoint on the mesh."""
     saved_s: float
-    """The time at which the checkpoint was saved, in Unix seconds."""
+    """Time of saving in Unix seconds."""
     metadata: dict[str, Any] = {}
     adapter: Adapter | None = None
-    """The adapter of the model that was saved; None: the checkpoint has all weights."""
+    """The saved model's adapter. None: the checkpoint has all weights."""
     expires_s: float | None = None
-    """When its time to live is over, in Unix seconds; None: it is kept until it is deleted."""
+    """Expiry time in Unix seconds. None: it is kept until it is deleted."""
     replaces: tuple[str, str] | None = None
-    """The (source, name) of the checkpoint that the path named before, until its files are
-    removed."""
+    """(source, name) of the checkpoint that the path named before, until its files are removed."""
 
     @property
     def has_expired(self) -> bool:
@@ -102,16 +99,16 @@ class CheckpointRecord(msgspec.Struct, frozen=True, tag="checkpoint"):
 
 
 class CallRecord(msgspec.Struct, frozen=True, tag="call"):
-    """A call of several steps, kept so that another gateway can do the steps that are left."""
+    """A call of several steps, stored so that another gateway can finish it."""
 
     tenant: str
     id: str
-    """The name of the call's promise."""
+    """Name of the call's promise."""
     call: str
     asked: dict[str, Any]
     """The request."""
     answer: dict[str, Any] | None = None
-    """The answer to the call; None: there are steps left."""
+    """The call's answer. None: some steps are still missing."""
 
 
 Record = SessionRecord | ModelRecord | SamplerRecord | CheckpointRecord | CallRecord
@@ -124,17 +121,17 @@ class Book:
     """All records of a tenant, in memory and in the bucket.
 
     Only the gateway that serves the tenant writes them. Each write is a compare-and-set, so a
-    gateway that has lost the tenant without knowing it writes nothing.
+    gateway that lost the tenant without noticing cannot write.
     """
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._records: dict[tuple[type[Record], str, str], Record] = {}
         self._sequences: dict[str, int] = {}
-        """The sequence of each record in the bucket's stream, by key."""
+        """Each record's sequence number in the bucket's stream, by key."""
 
     async def load(self, tenant: str) -> None:
-        """Read the records that an earlier gateway has kept."""
+        """Read the records that an earlier gateway stored."""
         for key in await self._bus.keys.names(Bucket.GATEWAY):
             if not key.startswith(f"{tenant}."):
                 continue
@@ -144,7 +141,7 @@ class Book:
                 self._remember(_decoder.decode(stored.payload))
 
     async def put(self, record: Record) -> None:
-        """Write a record. While NATS is away the call waits, for `_PATIENCE_S` at most.
+        """Write a record. If NATS is away, wait for it, at most `_PATIENCE_S`.
 
         Raises: Lost: another gateway has written the record. nats.errors.Error: NATS stayed away.
         """
@@ -173,7 +170,8 @@ class Book:
                 self._sequences[key] = await self._bus.keys.swap(
                     Bucket.GATEWAY, key, value, sequence
                 )
-            elif stored is not None and stored.payload == value:  # an answer was lost
+            # the earlier acknowledgement was lost
+            elif stored is not None and stored.payload == value:
                 self._sequences[key] = stored.sequence
             else:
                 raise Lost("another gateway serves this tenant now", remedy="ask again") from None
@@ -182,7 +180,8 @@ class Book:
         key = _key(record)
         sequence = self._sequences.get(key)
         if sequence is not None:
-            with suppress(Conflict):  # an answer was lost, or another gateway serves the tenant
+            # the earlier acknowledgement was lost, or another gateway serves the tenant
+            with suppress(Conflict):
                 await self._bus.keys.delete(Bucket.GATEWAY, key, sequence)
             del self._sequences[key]
         self._records.pop((type(record), record.tenant, record.id), None)
@@ -192,7 +191,7 @@ class Book:
         return None if _has_expired(record) else record
 
     def get(self, kind: type[R], tenant: str, id: str) -> R:
-        """The record of this kind and name. Raises: CallerError: NOT_FOUND: the tenant has none."""
+        """Return a record by kind and name. Raises: CallerError: NOT_FOUND: the tenant has none."""
         record = self.find(kind, tenant, id)
         if record is None:
             noun = kind.__name__.removesuffix("Record").lower()
@@ -212,8 +211,8 @@ class Book:
         ]
 
     def left_over(self, tenant: str) -> list[CheckpointRecord]:
-        """The checkpoints with files to remove: those that have expired, and those whose path named
-        another one before."""
+        """Return checkpoints whose files must be removed: expired ones, and those whose path named
+        another checkpoint before."""
         return [
             record
             for record in self._records.values()
@@ -231,7 +230,7 @@ def _has_expired(record: Record | None) -> bool:
 
 
 def _key(record: Record) -> str:
-    """The key of a record in the bucket: a hash of the id, which has characters that keys cannot
-    have."""
+    """Return a record's key in the bucket: a hash of its id, because ids have characters that keys
+    cannot have."""
     digest = hashlib.sha256(record.id.encode()).hexdigest()[:32]
     return f"{record.tenant}.{type(record).__name__}.{digest}"

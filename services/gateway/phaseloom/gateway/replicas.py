@@ -1,9 +1,9 @@
-"""Which replica of the gateway serves a tenant, and how the others pass its calls on.
+"""Assigns each tenant to one replica of the gateway, and forwards calls that reach another one.
 
-The replica that holds a tenant's lease serves the tenant, so the tenant's models have one session
-and its records one writer. Any other replica passes a call on to that one, and passes it on again
-where that one has died: calls have names, so a repeated call has its effect once. A replica that
-loses a lease forgets the tenant; the next holder of the lease goes on from the records.
+The replica that holds a tenant's lease serves the tenant, so its models have one session and its
+records one writer. Other replicas forward calls to it, and forward them again if it dies: calls
+have names, so a repeated call takes effect once. A replica that loses a lease forgets the tenant;
+the next holder continues from the records.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from phaseloom.gateway.tenants import Tenant
 log = logging.getLogger(__name__)
 
 _PASSED_ON = "X-Phaseloom-Passed-On"
-"""The header of a call that another replica has passed on; such a call is not passed on again."""
+"""Header of a forwarded call. Such a call is not forwarded again."""
 _NOT_HERE = 421
-"""The HTTP status (Misdirected Request) of a replica that does not serve the tenant any more."""
+"""HTTP status (Misdirected Request) of a replica that no longer serves the tenant."""
 _LEASE_TTL_S = 3.0
 _MAX_DIGITS = 12
-"""A time in Unix seconds with this number of digits, or more, is not read."""
+"""Times with this many digits or more are rejected unread."""
 _PAUSE_S = 0.1
 _SEARCH_S = 20.0
-"""How long a call waits for a replica that serves its tenant."""
+"""How long a call waits for a replica to serve its tenant."""
 LOOK_S = 1.0
-"""Seconds between two looks at whether the caller of a request still waits."""
+"""Interval at which a waiting call checks whether its caller is still connected."""
 HUNG_UP = 499
-"""The HTTP status of an answer that nobody reads any more, for logs; nginx has it, too."""
+"""HTTP status, for logs, of an answer that nobody reads; nginx uses it too."""
 _TIMEOUT = aiohttp.ClientTimeout(total=None, connect=2.0, sock_read=600.0)
 _PASSED = ("Content-Type", "Accept", "Authorization", "X-API-Key", "Host", "X-Forwarded-Proto")
 _PASSED_BACK = ("Content-Type", "Content-Length")
-"""The headers of a streamed answer that are passed back."""
+"""Headers of a streamed answer that are copied."""
 ARCHIVE_TYPE = "application/x-tar"
 _STREAMS = ("text/event-stream", ARCHIVE_TYPE)
 
 
 class Seat:
-    """One tenant at this replica, which serves the tenant while it has the tenant's lease."""
+    """One tenant at this replica, which serves it while it holds the tenant's lease."""
 
     def __init__(
         self,
@@ -64,17 +64,17 @@ class Seat:
         address: str,
         serve: Callable[[Seat], Coroutine[Any, Any, None]],
     ) -> None:
-        """Args: address: the URL at which other replicas reach this one. serve: sets `tenant`, and
-        goes on until it is cancelled."""
+        """Args: address: URL at which other replicas reach this one.
+        serve: sets `tenant` and runs until cancelled."""
         self.name = tenant
         self.tenant: Tenant | None = None
-        """The tenant; None: another replica serves it."""
+        """None: another replica serves the tenant."""
         self._bus = bus
         self._address = address
         self._serve = serve
 
     async def keep(self) -> None:
-        """Serve the tenant whenever nobody else does, until cancelled."""
+        """Serve the tenant whenever no other replica does, until cancelled."""
         key = gateway_lease_key(self.name)
         while True:
             lease = await Lease.acquire(self._bus, key, self._address.encode(), _LEASE_TTL_S)
@@ -92,8 +92,8 @@ class Seat:
             await asyncio.sleep(_PAUSE_S)
 
     async def holder(self) -> str | None:
-        """The URL of the other replica that serves the tenant; None: there is none now, or it is
-        this one."""
+        """Return the URL of the replica that serves the tenant. None: no other one does at the
+        moment."""
         try:
             stored = await self._bus.keys.get(Bucket.LEASES, gateway_lease_key(self.name))
         except nats.errors.Error as error:
@@ -103,34 +103,32 @@ class Seat:
         return None if address == self._address else address
 
     async def is_lost_by(self, address: str) -> bool:
-        """Whether the replica at this URL does not serve the tenant any more, but another one
-        does."""
+        """Return whether another replica now serves the tenant instead of the one at this URL."""
         return self.tenant is not None or (await self.holder() or address) != address
 
 
 class Replica:
-    """The tenants that this replica serves, and the way to the other replicas."""
+    """The tenants of this replica, and the connection to other replicas."""
 
     def __init__(self, keys: Mapping[str, str], seats: Iterable[Seat]) -> None:
-        """Args: keys: API key → tenant."""
+        """Args: keys: tenants by API key."""
         self._keys = keys
         self._seats = {seat.name: seat for seat in seats}
 
     def seat(self, request: web.Request) -> Seat | None:
-        """The seat of the tenant whose key or signature the request has; None: it has no
-        tenant's."""
+        """Return the seat of the tenant that a key or signature belongs to, or None."""
         key = request.headers.get("X-API-Key", "")
         key = key or request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         return self._seats.get(self._keys.get(key, "") or self._signer(request))
 
     def signature(self, tenant: str, path: str, expires_s: int) -> str:
-        """The signature with which a path can be read without a key, until it expires."""
+        """Return the signature with which a path can be read without a key, until it expires."""
         key = min(key for key, name in self._keys.items() if name == tenant)
         signed = f"GET {path} {expires_s}".encode()
         return hmac.new(key.encode(), signed, hashlib.sha256).hexdigest()
 
     def _signer(self, request: web.Request) -> str:
-        """The tenant that has signed the request's path; empty: nobody has."""
+        """Return the tenant that signed the request's path, or an empty string."""
         tenant = request.match_info.get("tenant", "")
         signature, expires = (request.query.get(name, "") for name in ("signature", "expires"))
         is_number = expires.isdecimal() and expires.isascii() and len(expires) < _MAX_DIGITS
@@ -146,7 +144,7 @@ PEERS: web.AppKey[aiohttp.ClientSession] = web.AppKey("peers", aiohttp.ClientSes
 
 
 def peers() -> aiohttp.ClientSession:
-    """A session for the calls to other replicas, of which many may wait at the same time."""
+    """Open a session for calls to other replicas; many of them may wait at the same time."""
     return aiohttp.ClientSession(timeout=_TIMEOUT, connector=aiohttp.TCPConnector(limit=0))
 
 
@@ -154,7 +152,8 @@ def peers() -> aiohttp.ClientSession:
 async def passed_on(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Answer a call here where this replica serves the tenant, else at the replica that does.
+    """Answer a call here if this replica serves the tenant; otherwise forward it to the one that
+    does.
 
     Raises: ResourceError: no replica serves the tenant.
     """
@@ -172,7 +171,7 @@ async def passed_on(
                 if seat.tenant is tenant:
                     raise
             if answer is not None and seat.tenant is not tenant and not answer.prepared:
-                answer = None  # it ended with the lease, and says nothing of the call
+                answer = None  # it ended with the lease, which says nothing about the call
         elif _PASSED_ON in request.headers:
             return web.Response(status=_NOT_HERE)
         elif address := await seat.holder():
@@ -190,10 +189,10 @@ async def passed_on(
 async def _pass_on_while_served(
     request: web.Request, seat: Seat, address: str
 ) -> web.StreamResponse | None:
-    """The answer of another replica.
+    """Return another replica's answer.
 
-    The wait ends early with the status `HUNG_UP` where the caller is gone. None: the replica gives
-    no answer, or lost the lease meanwhile, as one on a host that hangs.
+    Returns early with the status `HUNG_UP` if the caller disconnects. None: the replica does not
+    answer or has lost its lease (a hung host, for example).
     """
     passing = asyncio.create_task(_pass_on(request, address))
     try:
@@ -210,7 +209,7 @@ async def _pass_on_while_served(
 
 
 async def _pass_on(request: web.Request, address: str) -> web.StreamResponse | None:
-    """The answer of another replica; None: it gives none, or does not serve the tenant."""
+    """Return another replica's answer, or None if it is silent or does not serve the tenant."""
     headers = {name: request.headers[name] for name in _PASSED if name in request.headers}
     url = URL(address + request.raw_path, encoded=True)
     body = await request.read()
@@ -241,7 +240,9 @@ async def _stream_on(request: web.Request, answer: aiohttp.ClientResponse) -> we
             await stream.write(chunk)
     except (aiohttp.ClientError, asyncio.CancelledError) as error:
         log.info("a stream ended early: %r", error)
-        stream.force_close()  # what was sent cannot be taken back: the caller sees no proper end
+        # Part of the answer is already sent, so close the connection: the caller sees an incomplete
+        # answer.
+        stream.force_close()
         if request.transport is not None:
             request.transport.abort()
         if isinstance(error, asyncio.CancelledError):

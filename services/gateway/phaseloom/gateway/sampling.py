@@ -1,5 +1,4 @@
-"""Sampling from the weights that a caller names: a base, a checkpoint's path or a sampling
-session."""
+"""Sampling from weights that a caller names: a base, a checkpoint's path or a sampling session."""
 
 from __future__ import annotations
 
@@ -34,14 +33,13 @@ class Source:
     base: RegisteredModel
     version: Version
     model: str = ""
-    """The trained model whose own sampler has them; empty: the tenant's sampler of the base."""
+    """The trained model whose own sampler has them. Empty: the tenant's sampler of the base."""
     adapter: Adapter | None = None
-    """The adapter of the version, with which the shared sampler draws; None: the version is whole
-    weights."""
+    """The version's adapter, for the shared sampler. None: the version has all weights."""
 
     @property
     def context(self) -> int:
-        """The most tokens of prompt and sample together."""
+        """Maximum tokens of prompt and sample together."""
         return context_of(self.base)
 
     async def generate(self, tenant: Tenant, draw: Draw) -> GenerateHandle:
@@ -59,7 +57,7 @@ class Source:
 
 
 async def source_of(tenant: Tenant, name: str) -> Source:
-    """The weights that a base's name, a checkpoint's path or a sampling session stands for.
+    """Find the weights that a base's name, a checkpoint's path or a sampling session stands for.
 
     Raises: CallerError: NOT_FOUND: the tenant has none of that name.
     """

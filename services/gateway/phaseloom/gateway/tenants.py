@@ -21,7 +21,7 @@ _FRESH_S = 1.0
 
 @dataclass(frozen=True)
 class Tenant:
-    """A tenant. Its calls to the mesh go over a connection of its own, as a controller's do."""
+    """A tenant. Its calls to the mesh use a connection of its own, as a controller's do."""
 
     name: str
     models: Models
@@ -29,19 +29,19 @@ class Tenant:
     book: Book
     bus: Bus
     beats: dict[str, float] = field(default_factory=dict)
-    """The time of each session's last heartbeat, on the monotonic clock."""
+    """Monotonic time of each session's last heartbeat."""
     asked_s: dict[str, float] = field(default_factory=dict)
-    """The time of each model's last call, in Unix seconds."""
+    """Time of each model's last call, in Unix seconds."""
     read: dict[str, tuple[float, RegisteredModel]] = field(default_factory=dict)
-    """Registered models, each with the time at which it was read, on the monotonic clock."""
+    """Registered models, each with the monotonic time at which it was read."""
     loading: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """The number of loads of each checkpoint that are under way, by (source, name)."""
+    """Running loads of each checkpoint, by (source, name)."""
 
     async def remove_files(self, source: str, name: str) -> bool:
         """Remove a checkpoint's files, unless the checkpoint is being loaded.
 
         Returns: whether the files are gone.
-        Raises:  PhaseloomError: the files stay.
+        Raises: PhaseloomError: the files could not be removed.
         """
         if self.loading[source, name]:
             return False
@@ -49,16 +49,16 @@ class Tenant:
         return True
 
     async def bases(self) -> list[RegisteredModel]:
-        """The registered models, which can be trained and sampled."""
+        """Return the registered models, which can be trained and sampled."""
         names = sorted(await self.bus.keys.names(Bucket.MODELS))
         models = [await self._registered(name) for name in names]
         return [model for model in models if model is not None]
 
     async def base(self, name: str) -> RegisteredModel:
-        """The registered model of this name, as it was at most `_FRESH_S` ago. Each sample asks for
-        it, so it is not read every time.
+        """Return the registered model with this name, at most `_FRESH_S` old. It is cached because
+        each sample needs it.
 
-        Raises: CallerError: NOT_FOUND: no registered model has the name.
+        Raises: CallerError: NOT_FOUND: there is no registered model with this name.
         """
         read_s, registered = self.read.get(name, (0.0, None))
         if registered is None or time.monotonic() - read_s > _FRESH_S:

@@ -1,4 +1,4 @@
-"""The tokenizer of a registered model: text to tokens and back, and its chat template."""
+"""A registered model's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from phaseloom.common.contract.errors import CallerError, Code
 _CONFIG = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
-"""The names of a model's chat templates, where it has several."""
+"""Names of a model's chat templates, if it has several."""
 
 
 class ModelTokenizer:
@@ -31,7 +31,7 @@ class ModelTokenizer:
         """Raises: CallerError: the directory has no `tokenizer.json`."""
         try:
             self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        except Exception as error:  # the library's own errors are plain Exceptions
+        except Exception as error:  # the library raises plain Exceptions
             raise CallerError(
                 f"the tokenizer of model {directory.name!r} cannot be read: {error}",
                 code=Code.FAILED_PRECONDITION,
@@ -53,8 +53,7 @@ class ModelTokenizer:
         }
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """The tokens of a text. Args: special: with those that the tokenizer puts around a text,
-        as the one that begins it."""
+        """Encode a text. Args: special: add special tokens, such as the initial one."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
@@ -63,15 +62,15 @@ class ModelTokenizer:
         return text
 
     def token(self, token: int) -> str:
-        """The vocabulary's spelling of a token."""
+        """Return the vocabulary's spelling of a token."""
         return self._tokenizer.id_to_token(token) or ""
 
     def chat(self, messages: list[dict[str, Any]], values: dict[str, Any]) -> list[int]:
-        """The tokens of a conversation, up to where the assistant speaks.
+        """Render and encode a conversation, up to where the assistant speaks.
 
-        Args:   values: further values for the template.
-        Raises: CallerError: the model has no chat template, or one that knows no tools where there
-                are some, or the template refuses the messages.
+        Args:   values: additional values for the template.
+        Raises: CallerError: the model has no chat template, the template does not support the given
+                 tools, or it refuses the messages.
         """
         tools = values.get("tools")
         name = _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else _DEFAULT
@@ -126,10 +125,10 @@ def _raise(message: str) -> None:
 
 
 def _plain_message(message: dict[str, Any], field: str) -> dict[str, Any]:
-    """A message as chat templates take it: its content as one text, and the arguments of its tool
-    calls as objects; OpenAI's clients may send parts, and send JSON.
+    """Convert a message for chat templates: its content to one text, and JSON arguments of tool
+    calls to objects.
 
-    Raises: CallerError: a part of the content is no text, or arguments are no JSON.
+    Raises: CallerError: a part of the content is not text, or arguments are not JSON.
     """
     message = dict(message)
     if isinstance(message.get("content"), list):
@@ -164,7 +163,7 @@ def _call(call: Any, field: str) -> Any:
 
 
 class _Generation(Extension):
-    """Lets templates mark what the assistant has said, by `{% generation %}`."""
+    """Lets templates mark the assistant's own words with `{% generation %}`."""
 
     tags = frozenset({"generation"})  # type: ignore[assignment]
 
@@ -175,14 +174,14 @@ class _Generation(Extension):
 
 @lru_cache(maxsize=64)
 def _compiled(source: str) -> tuple[Template, set[str]]:
-    """A chat template, as `transformers` compiles it, and the variables that it reads.
+    """Compile a chat template as `transformers` does, and return it with the variables it reads.
 
-    Raises: TemplateError: it is none.
+    Raises: TemplateError: it is invalid.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    environment.filters["tojson"] = _json_text  # Jinja's own writes for HTML
+    environment.filters["tojson"] = _json_text  # Jinja's own `tojson` escapes for HTML
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(source), find_undeclared_variables(environment.parse(source))

@@ -1,2 +1,2 @@
-"""The decisions of the gateway, without I/O: messages of the Tinker API as operations of the
+"""The gateway's decisions, without I/O: converts messages of the Tinker API to operations of the
 mesh."""

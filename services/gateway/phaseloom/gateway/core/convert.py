@@ -38,17 +38,17 @@ from phaseloom.gateway.core import wire
 
 _CLIP = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
 _SETTINGS = {Loss.PPO: _CLIP, Loss.CISPO: _CLIP, Loss.DRO: {"beta": "beta"}}
-"""The settings of the losses that have some: the SDK's name → the mesh's."""
+"""Settings of the losses that have any: the SDK's name → the mesh's."""
 _ARRAYS = {"weights", "logprobs", "advantages"}
 _OUTPUT = "ArrayRecord"
 _MASKED = -99_999.0
-"""The log-probability that the SDK has at a position without one."""
+"""The SDK's log-probability for a position that has none."""
 MAX_VALUES = 2**24
-"""The most values of a tensor: far more than a request has room for."""
+"""Maximum values of a tensor, far more than a request can contain."""
 
 
 def read_request(content: bytes) -> Any:
-    """The `ForwardBackwardRequest` in a body. Raises: CallerError: the body is no such message."""
+    """Parse a body as a `ForwardBackwardRequest`. Raises: CallerError: it is not one."""
     request = wire.ForwardBackwardRequest()
     try:
         request.ParseFromString(content)
@@ -62,10 +62,10 @@ def read_request(content: bytes) -> Any:
 
 
 def trained(request: Any, context: int) -> Forward | ForwardBackward:
-    """The operation that a `ForwardBackwardRequest` asks for.
+    """Convert a `ForwardBackwardRequest` to an operation.
 
-    Args:   context: the most tokens of a datum.
-    Raises: CallerError: naming what the mesh does not carry.
+    Args:   context: maximum tokens of a datum.
+    Raises: CallerError: names the part that the mesh does not support.
     """
     batch = [_datum(request, index) for index in range(len(request.data))]
     for index, datum in enumerate(batch):
@@ -106,8 +106,7 @@ def _check_same_shape(batch: Sequence[Datum]) -> None:
 
 
 def _settings(request: Any, loss: Loss) -> dict[str, float]:
-    """The settings of a loss. Raises: CallerError: the loss has no such setting, or it is no
-    number."""
+    """Return the settings of a loss. Raises: CallerError: an unknown setting, or not a number."""
     values = request.loss_fn_config_values
     values_by_name = {name: value_field.number for name, value_field in values.items()} or {
         **request.loss_fn_config
@@ -145,7 +144,7 @@ def _datum(request: Any, index: int) -> Datum:
             field=f"{field}.loss_fn_inputs",
             remedy="give the token that each position should predict",
         )
-    if request.forward_only:  # the loss is the gateway's sum, by these
+    if request.forward_only:  # the gateway computes the loss from these weights
         arrays = {name: array for name, array in arrays.items() if name == "weights"}
     elif request.loss_fn == Loss.CROSS_ENTROPY:
         arrays.setdefault("weights", np.ones(targets.shape))
@@ -184,7 +183,7 @@ def _text(chunk: Any, field: str) -> bytes:
 
 
 def _array(tensor: Any, field: str) -> npt.NDArray[Any]:
-    """The values of a tensor: (T,) for one target a position, or (T, K) for K of them."""
+    """Return the values of a tensor: (T,) for one target per position, or (T, K) for K targets."""
     if tensor.dtype not in wire.DTYPES:
         raise CallerError(
             "only float32, int32 and int64 tensors are supported",
@@ -213,8 +212,7 @@ def _array(tensor: Any, field: str) -> npt.NDArray[Any]:
 
 
 def _densified(sparse: Any, shape: Sequence[int], dtype: str) -> npt.NDArray[Any]:
-    """The values of a matrix in compressed sparse rows. Raises: ValueError, IndexError: it is no
-    such matrix."""
+    """Expand a matrix in compressed sparse rows. Raises: ValueError, IndexError: it is invalid."""
     rows, columns = shape
     values = np.frombuffer(sparse.values, dtype)
     ends = np.frombuffer(sparse.crow_indices, "<i8")
@@ -235,7 +233,7 @@ def trained_output(
     metrics: Mapping[str, float],
     num_targets: int = 1,
 ) -> bytes:
-    """A `ForwardBackwardOutput` with each datum's log-probabilities."""
+    """Build a `ForwardBackwardOutput` with each datum's log-probabilities."""
     output = wire.ForwardBackwardOutput(loss_fn_output_type=_OUTPUT)
     arrays = [_packed(array_of_datum) for array_of_datum in result.logprobs]
     record = output.loss_fn_outputs.add(num_datums=len(arrays))
@@ -251,9 +249,11 @@ def trained_output(
 
 
 def forward_loss(request: Any, result: ForwardResult) -> dict[str, float]:
-    """The loss of a batch as the SDK's `forward` has it: the weighted sum of the log-probabilities.
+    """Compute the loss that the SDK's `forward` returns: the weighted sum of log-probabilities.
 
-    The mesh's `forward` has no loss. Returns: `loss:sum`; empty for any loss but the cross entropy.
+    The mesh's `forward` has no loss.
+
+    Returns: `loss:sum`, or nothing for any loss except cross entropy.
     """
     if request.loss_fn != Loss.CROSS_ENTROPY:
         return {}
@@ -273,11 +273,11 @@ def _packed(values: Float32s) -> bytes:
 def sampled_output(
     result: GenerateResult, num_top: int = 0, num_prompt_top: int = 0, last_n: int = MAX_VALUES
 ) -> bytes:
-    """A `SampleResponse`; the log-probabilities are the model's own, at temperature 1.
+    """Build a `SampleResponse`. Log-probabilities are the model's own, at temperature 1.
 
-    Args: num_top: likeliest tokens that are answered at each token drawn. num_prompt_top: likeliest
-          tokens that are answered at each token of the prompt. last_n: only so many of the prompt's
-          last tokens have log-probabilities.
+    Args: num_top: number of likeliest tokens to return for each drawn token.
+          num_prompt_top: number of likeliest tokens to return for each prompt token.
+          last_n: return log-probabilities only for this many last tokens of the prompt.
     """
     output = wire.SampleResponse()
     for sequence in result.sequences[0]:
@@ -305,7 +305,7 @@ def sampled_output(
 
 
 def _topk(tokens: Int32s, logprobs: Float32s, num_top: int) -> Any:
-    """The `TopkLogprobs` of some positions; None where `num_top` is 0."""
+    """Build the `TopkLogprobs` of some positions, or return None if `num_top` is 0."""
     if not num_top:
         return None
     ids = pack_int32s(int32s(tokens))
@@ -320,10 +320,10 @@ def _topk(tokens: Int32s, logprobs: Float32s, num_top: int) -> Any:
 def adam(
     params: Mapping[str, float | None] | None, other_params: Mapping[str, Any] | None
 ) -> AdamParams:
-    """The AdamW parameters of an `optim_step`, with the SDK's defaults for those that are left out.
+    """Build the AdamW parameters of an `optim_step`, using the SDK's defaults for missing ones.
 
-    Args:   other: the parameters of another optimizer.
-    Raises: CallerError: there is no such parameter, or the step is another optimizer's.
+    Args:   other_params: parameters of another optimizer.
+    Raises: CallerError: an unknown parameter, or parameters of another optimizer.
     """
     if params is None or other_params is not None:
         raise CallerError(
@@ -344,7 +344,7 @@ def adam(
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """A part of an SDK's `ModelInput`."""
+    """One part of the SDK's `ModelInput`."""
 
     type: str = ""
     tokens: list[int] = []
@@ -366,12 +366,12 @@ class SampleParams(msgspec.Struct, frozen=True):
 
 
 def sampling(params: SampleParams, prompt_tokens: int, context: int) -> SamplingParams:
-    """The mesh's sampling parameters, from the SDK's `SamplingParams`.
+    """Convert the SDK's `SamplingParams` to the mesh's.
 
-    A `stop` that is an empty list lets a sample go on behind the end of a sequence.
+    If `stop` is an empty list, a sample continues past end-of-sequence tokens.
 
-    Args:   context: the most tokens of prompt and sample together.
-    Raises: CallerError: the prompt leaves no room.
+    Args:   context: maximum tokens of prompt and sample together.
+    Raises: CallerError: the prompt fills the context.
     """
     room = context - prompt_tokens
     if room < 1:
@@ -394,7 +394,8 @@ def sampling(params: SampleParams, prompt_tokens: int, context: int) -> Sampling
 
 
 def prompt_tokens(prompt: ModelInput) -> list[int]:
-    """The tokens of an SDK's `ModelInput`. Raises: CallerError: it has chunks that are not text."""
+    """Return the tokens of an SDK's `ModelInput`. Raises: CallerError: it has chunks that are not
+    text."""
     tokens: list[int] = []
     for index, chunk in enumerate(prompt.chunks):
         if chunk.type != "encoded_text":

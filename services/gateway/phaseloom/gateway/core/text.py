@@ -1,8 +1,8 @@
-"""The text of a sample, given in parts while its tokens are drawn.
+"""Decodes the text of a sample incrementally while its tokens are drawn.
 
-The parts joined are the text of all tokens. Text is held back in two cases, until more tokens come:
-where the last character lacks some of its bytes, and where the end may be the beginning of a stop
-string. A stop string, and all that follows it, is never given.
+The parts join to the text of all tokens. Text is held back until more tokens arrive if its last
+character is incomplete, or if its end may be the beginning of a stop string. A stop string and
+everything after it are never returned.
 """
 
 from __future__ import annotations
@@ -10,28 +10,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _BROKEN = "\ufffd"
-"""The character that a tokenizer writes for bytes that are no character, or not yet a whole one."""
+"""The replacement character, which tokenizers write for bytes of an incomplete or invalid
+character."""
 
 
 class TextParts:
-    """The text of one sample, as far as it is certain; a new part comes with each `take`."""
+    """The text of one sample. Each call of `take` returns the part that has become certain."""
 
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str]) -> None:
-        """Args: decode: makes text of tokens. stops: the stop strings; empty ones do not count."""
+        """Args: decode: converts tokens to text.
+        stops: stop strings; empty ones are ignored."""
         self._decode = decode
         self._stops = [stop for stop in stops if stop]
         self._space_before: list[int] = []
-        """The newest tokens whose text was given. They are decoded again with the next ones,
-        because the text of a token depends on those before it: a space, for one."""
+        """The newest tokens whose text was returned. They are decoded again with the next ones,
+        because the text of a token can depend on those before it (a leading space, for example)."""
         self._open: list[int] = []
-        """The tokens after `_told`, whose text was not given yet."""
+        """Tokens after `_space_before` whose text was not returned yet."""
         self._held = ""
         """Text that may be the beginning of a stop string."""
         self._is_stopped = False
 
     def take(self, tokens: Sequence[int], *, is_last: bool) -> str:
-        """The text that has become certain with these tokens. Args: is_last: whether no more tokens
-        come."""
+        """Return the text that these tokens complete. Args: is_last: whether these are the last
+        tokens."""
         if self._is_stopped:
             return ""
         self._open += tokens
@@ -39,7 +41,8 @@ class TextParts:
         text = self._decode([*self._space_before, *self._open])
         if is_last or not text.endswith(_BROKEN):
             new = text[len(before) :]
-            # A token without text, as a special one, says nothing of the space behind it.
+            # Keep the context: a token without text, such as a special one, does not determine the
+            # space after it.
             self._space_before, self._open = (
                 self._open if new else self._space_before + self._open,
                 [],
@@ -61,7 +64,6 @@ class TextParts:
 
 
 def _begun(text: str, stop: str) -> int:
-    """The length of the longest end of the text with which the stop string begins; 0: there is
-    none."""
+    """Return the length of the longest suffix of the text that begins the stop string, or 0."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)

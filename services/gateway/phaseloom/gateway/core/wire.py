@@ -78,7 +78,7 @@ _FIELDS: dict[str, list[tuple[int, str, str, str]]] = {
         (3, "topk_prompt_logprobs", "TopkLogprobs", ""),
     ],
 }
-"""Message → (number, name, type, label) of each field; a map's keys are strings."""
+"""Message → (number, name, type, label) of each field. Keys of maps are strings."""
 
 
 def _file() -> descriptor_pb2.FileDescriptorProto:
@@ -131,7 +131,7 @@ Datum = _class("Datum")
 Tensor = _class("Tensor")
 
 DTYPES = {0: "<f4", 1: "<f4", 2: "<i8", 3: "<i4"}
-"""The tensor dtypes that are read, by their number; bfloat16 (4) is not."""
+"""Tensor dtypes that are supported, by number; bfloat16 (4) is not."""
 FLOAT32 = 1
 STOP, LENGTH = 0, 1
-"""The reasons why a sequence ended."""
+"""Reasons why a sequence ended."""

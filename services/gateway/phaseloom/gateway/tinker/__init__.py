@@ -9,4 +9,4 @@ routes = (
     *sampling.routes,
     *retrieving.routes,
 )
-"""All of them, for an application of aiohttp."""
+"""All routes of the Tinker API, for an aiohttp application."""

@@ -1,7 +1,7 @@
-"""A call of the Tinker API that takes time: it answers at once with the name of a promise.
+"""Calls of the Tinker API that take time: they return the name of a promise at once.
 
-The name is made of the numbers that the SDK gives its calls. So a call that is made again gets the
-promise that it had before, also from a gateway that was restarted meanwhile.
+The name is built from the SDK's own call numbers. A repeated call therefore gets the same promise,
+even from a gateway that was restarted meanwhile.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from phaseloom.gateway.tenants import Tenant
 from phaseloom.gateway.tinker.requests import ATTENTION, MLP, UNEMBED
 
 _MAX_METADATA_BYTES = 65_536
-"""The most bytes of a model's or a checkpoint's metadata."""
+"""Maximum bytes of a model's or a checkpoint's metadata."""
 
 
 async def answer_with(promised: tuple[str, Promise], **fields: Any) -> web.Response:
-    """Answer with the name of a promise, once the mesh has the promise's operation.
+    """Return the name of a promise, once the mesh has stored the promise's operation.
 
-    Raises: Lost: it is not known whether the mesh has it; the same call again gets a new promise.
+    Raises: Lost: it is unknown whether the mesh has it. Repeating the call makes a new promise.
     """
     await promised[1].stored()
     return web.json_response({"request_id": promised[0], **fields})
@@ -44,14 +44,14 @@ async def answer_with(promised: tuple[str, Promise], **fields: Any) -> web.Respo
 
 @dataclass(frozen=True)
 class Opened:
-    """A model of a tenant in this gateway's session of its job."""
+    """A tenant's model, with this gateway's session of its job."""
 
     tenant: Tenant
     record: ModelRecord
     model: TrainedModel
 
     def name(self, seq: int) -> str:
-        """The name of an operation of the model's policy, on the mesh and as a promise."""
+        """Return the name of an operation of the model's policy, on the mesh and as a promise."""
         return f"{self.record.id}:{seq}"
 
     def submit(self, seq: int, args: ops.Args) -> OperationHandle[Any]:
@@ -64,11 +64,11 @@ class Opened:
         answer: Callable[[Any], Coroutine[Any, Any, Answer]],
         num_targets: int = 1,
     ) -> tuple[str, Promise]:
-        """The promise of an operation, which is submitted unless it was before.
+        """Return the promise of an operation, submitting the operation unless that was done before.
 
-        Args: answer: makes the answer from the operation's result. num_targets: targets at each
-              position. Above 1 the number becomes part of the name: a later gateway that makes the
-              answer needs it.
+        Args: answer: builds the answer from the operation's result.
+              num_targets: targets per position. If above 1, it becomes part of the name, because a
+                  later gateway needs it to build the answer.
         """
         name = self.name(seq) + (f"x{num_targets}" if num_targets > 1 else "")
         promise = self.tenant.futures.find(name)
@@ -83,7 +83,7 @@ class Opened:
 
 
 async def open_model(tenant: Tenant, name: str) -> Opened:
-    """The model of this name. Raises: CallerError: NOT_FOUND: the tenant has none."""
+    """Return the model with this name. Raises: CallerError: NOT_FOUND: the tenant has none."""
     record = tenant.book.get(ModelRecord, tenant.name, name)
     tenant.asked_s[name] = time.time()
     return Opened(tenant, record, await tenant.models.trained(record.job, record.adapter))
@@ -92,10 +92,10 @@ async def open_model(tenant: Tenant, name: str) -> Opened:
 def refused(
     tenant: Tenant, promised: tuple[str, Promise], error: PhaseloomError
 ) -> tuple[str, Promise]:
-    """The promise of a call that this gateway refuses. It is kept once the mesh has an operation
-    with the call's number.
+    """Return the promise of a call that this gateway refuses. It counts once the mesh has an
+    operation with the call's number.
 
-    Args: promised: the name and the promise of that operation.
+    Args: promised: name and promise of that operation.
     """
 
     async def refuse() -> Answer:
@@ -106,14 +106,14 @@ def refused(
 
 
 Begun = tuple[Callable[[], Coroutine[Any, Any, dict[str, Any]]], OperationHandle[Any] | None]
-"""The steps of a call, and the operation that they wait for; None: the steps submit it."""
+"""The steps of a call, and the operation that they wait for. None: the steps submit it."""
 
 
 async def kept_call(
     tenant: Tenant, name: str, call: str, body: msgspec.Struct, begin: Callable[[], Begun]
 ) -> tuple[str, Promise]:
-    """The promise of a call of several steps. A record of the call is written first, so that
-    another gateway can go on with it."""
+    """Return the promise of a call of several steps. A record is written first, so that another
+    gateway can finish the call."""
     record = tenant.book.find(CallRecord, tenant.name, name)
     if record is None:
         record = CallRecord(tenant.name, name, call, msgspec.to_builtins(body))
@@ -135,7 +135,7 @@ async def kept_call(
 
 
 def metadata_of(metadata: dict[str, Any] | None) -> dict[str, Any]:
-    """The metadata of a request. Raises: CallerError: it is too large to be kept."""
+    """Return a request's metadata. Raises: CallerError: it is too large to store."""
     num_bytes = len(msgspec.json.encode(metadata)) if metadata else 0
     if num_bytes > _MAX_METADATA_BYTES:
         raise CallerError(
@@ -147,7 +147,7 @@ def metadata_of(metadata: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def lora_fields(adapter: Adapter | None) -> dict[str, Any]:
-    """The fields about an adapter in an answer. The rank is always a number: the SDK needs one."""
+    """Return the fields of an answer that describe an adapter. The SDK requires a rank."""
     if adapter is None:
         return {"is_lora": False, "lora_rank": 0}
     return {

@@ -1,4 +1,4 @@
-"""The requests of the Tinker API: what the SDK sends, as far as it is read here."""
+"""The requests of the Tinker API, with the fields that the gateway reads."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from phaseloom.gateway.core import convert
 from phaseloom.gateway.sampling import check_samples
 
 _MAX_NAME_CHARS = 256
-"""The most characters of a session's name."""
+"""Maximum characters of a session's name."""
 
 
 class Loose(msgspec.Struct, frozen=True):
-    """A request. Fields that it does not name are ignored."""
+    """A request. Unknown fields are ignored."""
 
 
 class CreateSession(Loose, frozen=True):
@@ -24,7 +24,7 @@ class CreateSession(Loose, frozen=True):
     display_name: str | None = None
 
     def check(self) -> None:
-        """Raises: CallerError: the name is too long to be kept."""
+        """Raises: CallerError: the name is too long."""
         if len(self.display_name or "") > _MAX_NAME_CHARS:
             raise CallerError(
                 "the session's name is too long",
@@ -46,7 +46,7 @@ class LoraConfig(Loose, frozen=True):
 
     @property
     def adapter(self) -> Adapter | None:
-        """The adapter to train; None: the rank is 0, which trains all weights.
+        """The adapter to train. None: the rank is 0, which trains all weights.
 
         Raises: CallerError: the rank is negative, or no layer is trained.
         """
@@ -75,7 +75,7 @@ class OptimizerConfig(Loose, frozen=True):
     type: str = "adamw"
 
     def check(self) -> None:
-        """Raises: CallerError: it is another optimizer than AdamW."""
+        """Raises: CallerError: an optimizer other than AdamW."""
         if self.type != "adamw":
             raise CallerError(
                 f"unknown optimizer {self.type!r}",
@@ -102,7 +102,7 @@ class OptimStep(Loose, frozen=True):
     seq_id: int
     adam_params: dict[str, float | None] | None = None
     optimizer_params: dict[str, Any] | None = None
-    """Those of another optimizer."""
+    """Parameters of an optimizer other than AdamW."""
 
 
 class SaveWeights(Loose, frozen=True):
@@ -116,7 +116,7 @@ class SaveWeights(Loose, frozen=True):
     kind: str = "snapshot"
 
     def check(self) -> None:
-        """Raises: CallerError: the weights of a sampling client are not to stay as they are."""
+        """Raises: CallerError: a sampling client that follows later weights."""
         if self.kind != "snapshot":
             raise CallerError(
                 f"sampling clients of kind {self.kind!r} are not supported",
@@ -138,10 +138,10 @@ class LoadWeights(Loose, frozen=True):
     weights_access_token: str | None = None
 
     def check(self, base: str) -> None:
-        """Check that all that is asked for is done.
+        """Check that every argument is supported.
 
-        Args:   base: the base of the checkpoint.
-        Raises: CallerError: something is not; names the field.
+        Args:   base: base model of the checkpoint.
+        Raises: CallerError: an argument is not supported; names the field.
         """
         if self.weights_access_token is not None:
             raise CallerError(
@@ -180,9 +180,9 @@ class Sample(Loose, frozen=True):
     record_stability_info: bool | None = None
 
     def check(self) -> None:
-        """Check that all that is asked for can be answered.
+        """Check that every argument is supported.
 
-        Raises: CallerError: something cannot; names the field.
+        Raises: CallerError: an argument is not supported; names the field.
         """
         check_samples(self.num_samples, "num_samples")
         for field in ("topk_prompt_logprobs", "topk_sample_logprobs"):

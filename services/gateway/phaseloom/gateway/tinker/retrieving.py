@@ -1,5 +1,4 @@
-"""The calls by which the SDK asks for what was promised, also by an earlier gateway, and by which
-it says that nobody waits for it any more."""
+"""Calls with which the SDK retrieves or cancels promises, including those of an earlier gateway."""
 
 from __future__ import annotations
 
@@ -24,9 +23,9 @@ from phaseloom.gateway.tinker.saving import load_promise, save_for_sampler_promi
 from phaseloom.gateway.tinker.training import creating
 
 LONG_POLL_S = 30.0
-"""Seconds for which a call waits for a promise; the SDK waits 45 s for the answer."""
+"""How long a call waits for a promise. The SDK waits 45 s for the answer."""
 _PAUSE_S = 0.1
-"""Seconds before a call whose promise is lost is answered: the SDK asks again at once."""
+"""Delay before answering a call whose promise is lost, because the SDK retries at once."""
 _PROTOBUF = "application/x-protobuf"
 
 routes = web.RouteTableDef()
@@ -41,7 +40,7 @@ async def retrieve_future(request: web.Request) -> web.Response:
     try:
         answer = await asyncio.wait_for(promise.answer(), LONG_POLL_S)
     except Lost:
-        await asyncio.sleep(_PAUSE_S)  # the SDK asks again at once
+        await asyncio.sleep(_PAUSE_S)  # the SDK retries at once
         raise
     except TimeoutError:
         state, reason = await promise.queue()
@@ -59,7 +58,7 @@ async def retrieve_future(request: web.Request) -> web.Response:
 
 @routes.post(PREFIX + "/cancel_future")
 async def cancel_future(request: web.Request) -> web.Response:
-    """Cancel a sample. Nothing else is: the calls behind a step go on from it."""
+    """Cancel a sample. Other calls are not cancelled, because later calls build on them."""
     tenant, body = tenant_of(request), await body_of(request, RetrieveFuture)
     sampler = body.request_id.rpartition(":")[0]
     promise = tenant.futures.find(body.request_id)
@@ -69,7 +68,7 @@ async def cancel_future(request: web.Request) -> web.Response:
 
 
 async def _earlier(tenant: Tenant, name: str) -> Promise | None:
-    """The promise of this name that an earlier gateway gave; None: no gateway gave it."""
+    """Rebuild the promise of this name that an earlier gateway gave, or return None."""
     call = tenant.book.find(CallRecord, tenant.name, name)
     if call is not None:
         kind, again = _CALLS[call.call]
@@ -87,7 +86,7 @@ async def _earlier(tenant: Tenant, name: str) -> Promise | None:
         try:
             trained = await tenant.models.trained(record.job, record.adapter)
             done = await trained.job.outcome(POLICY, int(seq) + record.offset)
-        except ResourceError as error:  # of the way there, and none of the operation's
+        except ResourceError as error:  # about the connection, not about the operation
             raise Lost(error.info.message, remedy="ask again") from error
         return _answer_of(done, int(num_targets or 1))
 
@@ -99,11 +98,11 @@ _CALLS: dict[str, tuple[type[Any], Callable[..., Coroutine[Any, Any, tuple[str, 
     "load_weights": (LoadWeights, load_promise),
     "save_for_sampler": (SaveWeights, save_for_sampler_promise),
 }
-"""The calls of several steps: the type of the request, and the function that gives the promise."""
+"""Calls of several steps: the type of the request, and the function that returns the promise."""
 
 
 def _answer_of(done: ops.Completion, num_targets: int) -> Answer:
-    """The answer to a call whose operation another gateway submitted."""
+    """Build the answer to a call whose operation another gateway submitted."""
     match done.result:
         case ops.ForwardResult() as result:
             return convert.trained_output(result, {}, num_targets)

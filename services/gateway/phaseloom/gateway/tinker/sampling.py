@@ -1,4 +1,4 @@
-"""The calls of the Tinker API that sample."""
+"""The sampling calls of the Tinker API."""
 
 from __future__ import annotations
 

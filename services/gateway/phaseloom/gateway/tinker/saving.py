@@ -1,4 +1,4 @@
-"""The calls of the Tinker API that save weights and load them."""
+"""Calls of the Tinker API that save and load weights."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from phaseloom.gateway.tinker.requests import LoadWeights, SaveWeights
 from phaseloom.gateway.tinker.training import new_model
 
 _MAX_NAME_CHARS = 256
-"""The most characters of a checkpoint's name."""
+"""Maximum characters of a checkpoint's name."""
 _KEPT_VERSIONS = 4
-"""The number of unnamed sampler weights of a model that are kept: the newest ones."""
+"""Unnamed sampler weights that are kept per model: the newest ones."""
 
 routes = web.RouteTableDef()
 
@@ -93,7 +93,7 @@ async def save_for_sampler_promise(tenant: Tenant, body: SaveWeights) -> tuple[s
     keep, kept_s = (_KEPT_VERSIONS, 0.0) if path is None else (0, ttl_s)
 
     def begin() -> Begun:
-        # The sampler of adapters reads checkpoints of the policy.
+        # The sampler of adapters reads the policy's checkpoints.
         save_it = ops.SaveState(version, keep=keep, ttl_s=kept_s)
         handle = opened.submit(body.seq_id, ops.PublishWeights() if sampler else save_it)
 
@@ -119,7 +119,7 @@ async def save_for_sampler_promise(tenant: Tenant, body: SaveWeights) -> tuple[s
 
 @routes.post(PREFIX + "/save_weights_external")
 async def save_weights_external(request: web.Request) -> web.Response:
-    """Refuse the call, which has a number as those that are served."""
+    """Refuse the call. Its number still counts, as that of a supported call."""
     tenant, body = tenant_of(request), await body_of(request, SaveWeights)
     opened = await open_model(tenant, body.model_id)
     error = CallerError(
@@ -137,7 +137,7 @@ async def load_weights(request: web.Request) -> web.Response:
 
 
 async def load_promise(tenant: Tenant, body: LoadWeights) -> tuple[str, Promise]:
-    """The promise to load a checkpoint: into the model that is named, or into a new one."""
+    """Return the promise to load a checkpoint, into the named model or a new one."""
     try:
         saved = tenant.book.get(CheckpointRecord, tenant.name, body.path)
         body.check(saved.base)
@@ -173,10 +173,10 @@ async def load_promise(tenant: Tenant, body: LoadWeights) -> tuple[str, Promise]
 def _refused(
     opened: Opened, seq: int, nameless: ops.Args, error: CallerError
 ) -> tuple[str, Promise]:
-    """The promise of a save or a load that this gateway refuses.
+    """Return the promise of a save or a load that this gateway refuses.
 
-    Args: nameless: a save or a load without a name, which the mesh refuses. It takes the call's
-          number: otherwise all later operations would wait for that number.
+    Args: nameless: a save or load without a name, which the mesh refuses. It uses up the call's
+             number; otherwise all later operations would wait for it.
     """
 
     async def never(_: Any) -> Answer:
@@ -186,10 +186,10 @@ def _refused(
 
 
 async def _keep_checkpoint(tenant: Tenant, saved: CheckpointRecord, ttl_s: float) -> None:
-    """Let a path name a checkpoint from now on; the checkpoint that it named before is removed."""
+    """Let a path name a checkpoint from now on, and remove the checkpoint that it named before."""
     before = tenant.book.find(CheckpointRecord, tenant.name, saved.id)
     replaces = None if before is None else (before.source, before.name)
-    if before is not None and before.name == saved.name:  # an earlier gateway began this
+    if before is not None and before.name == saved.name:  # an earlier gateway started this
         replaces = before.replaces
     expires_s = time.time() + ttl_s if ttl_s else None
     named_checkpoint = replace(saved, expires_s=expires_s, replaces=replaces)
@@ -215,7 +215,7 @@ def _checkpoint(
 
 
 def _path(record: ModelRecord, kind: str, name: str) -> str:
-    # The SDK puts names in addresses as they are.
+    # The SDK does not escape names in addresses.
     is_told = name.isprintable() and len(name) <= _MAX_NAME_CHARS
     if name in ("", ".", "..") or set(name) & set("/%?#\\") or not is_told:
         raise CallerError(
@@ -228,5 +228,5 @@ def _path(record: ModelRecord, kind: str, name: str) -> str:
 
 
 def _mesh_name(name: str, seq: int) -> str:
-    """The name of a save on the mesh, which allows fewer characters; `seq` keeps it unique."""
+    """Return the mesh's name of a save, which allows fewer characters. `seq` keeps it unique."""
     return f"{seq}-{re.sub('[^A-Za-z0-9_-]', '_', name)}"[:64].rstrip("-")

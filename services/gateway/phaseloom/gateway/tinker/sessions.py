@@ -1,4 +1,4 @@
-"""Sessions of the Tinker SDK, what it asks for when it begins, and what there is of them."""
+"""Sessions of the Tinker SDK: start, heartbeat, end, and lists of sessions and training runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def dynamic_config(request: web.Request) -> web.Response:
 
 @routes.post(PREFIX + "/telemetry")
 async def telemetry(request: web.Request) -> web.Response:
-    """Accept the SDK's telemetry, and drop it: it is meant for another service."""
+    """Accept and discard the SDK's telemetry, which is meant for another service."""
     return web.json_response({"status": "accepted"})
 
 
@@ -114,11 +114,11 @@ async def _end_session(tenant: Tenant, session: SessionRecord) -> None:
 
 
 async def end_silent_sessions(tenant: Tenant, silent_s: float) -> None:
-    """End every session that was silent for `silent_s` seconds; runs until cancelled.
+    """End sessions without a heartbeat for `silent_s` seconds. Runs until cancelled.
 
-    The programs of such sessions are gone, and their models would keep their places on the mesh.
-    For a session of an earlier gateway the time counts from this one's start. Files of expired
-    checkpoints are removed in the same loop.
+    Their programs are gone, and their models would occupy the mesh. For sessions of an earlier
+    gateway the time counts from this gateway's start. The loop also removes files of expired
+    checkpoints.
     """
     while True:
         now = time.monotonic()
@@ -204,5 +204,5 @@ def _run(tenant: Tenant, model: ModelRecord) -> dict[str, Any]:
 
 
 def _newest(records: list[_Made]) -> list[_Made]:
-    """Sessions or models, the newest first."""
+    """Sort sessions or models, newest first."""
     return sorted(records, key=lambda record: record.made_s, reverse=True)

@@ -1,4 +1,4 @@
-"""The calls of the Tinker API that make models and train them."""
+"""Calls of the Tinker API that create models and train them."""
 
 from __future__ import annotations
 
@@ -58,9 +58,10 @@ async def new_model(
     number: int,
     like: ModelRecord,
 ) -> ModelRecord:
-    """The record of a model of a session, made now unless there is one.
+    """Return the record of a session's model, creating it if necessary.
 
-    Args: number: the SDK's number of the model. like: the record without tenant, id, job and time.
+    Args: number: the SDK's number of the model.
+          like: the record without tenant, id, job and time.
     """
     tenant.book.get(SessionRecord, tenant.name, session)
     name = f"{session}:train:{number}"
@@ -133,7 +134,8 @@ async def forward_backward(request: web.Request) -> web.Response:
     try:
         args = convert.trained(body, context)
     except CallerError as error:
-        # It keeps its number, or all that follow would wait for it: the mesh refuses an empty one.
+        # Submit an empty operation that the mesh refuses. It uses up the number, for which later
+        # calls would otherwise wait.
         refusal = error
         empty = ops.ForwardBackward([], ops.Loss.CROSS_ENTROPY)
         args = ops.Forward([]) if body.forward_only else empty
@@ -159,7 +161,7 @@ async def optim_step(request: web.Request) -> web.Response:
     try:
         args = ops.OptimStep(convert.adam(body.adam_params, body.optimizer_params))
     except CallerError as error:
-        refusal = error  # it keeps its number, by a step that the mesh refuses
+        refusal = error  # it uses up its number with a step that the mesh refuses
         args = ops.OptimStep(AdamParams(learning_rate=-1.0))
 
     async def answer(result: ops.OptimStepResult) -> Answer:
