@@ -255,7 +255,7 @@ def test_notices_are_trouble_unless_they_tell_of_what_is_as_it_should_be() -> No
 def test_routine_notices_are_those_that_the_scheduler_has() -> None:
     core = Path(phaseloom.scheduler.core.core.__file__).parent
     sources = "".join(path.read_text() for path in core.rglob("*.py"))
-    told = {*re.findall(r'\.tell\(\s*"([^"]+)"', sources), "job done"}
+    told = {*re.findall(r'\.notify\(\s*"([^"]+)"', sources), "job done"}
     assert told >= ROUTINE
 
 
