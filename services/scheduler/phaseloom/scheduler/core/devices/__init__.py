@@ -1,4 +1,5 @@
-"""Devices and their slots, claims on them, host memory, durations, round-robin positions.
+"""Devices and their slots, claims on them, host memory, duration estimates and round-robin
+positions.
 
 Called by `wpgs` and `dispatch`.
 """

@@ -1,9 +1,8 @@
-"""Devices and their slots: what is in one, what must leave it for a newcomer, who has claimed it.
+"""Devices and their slots: what is on a device, what must leave it, and which deployments claim it.
 
-A device has one slot. Where it is shared in space, each deployment that runs in the slot has a
-share of the device's compute units; the shares never overlap. Others get slots from here (`slot`,
-`slots_of`), may read them, and have them changed by the functions below: nothing else writes a
-slot's fields, or looks into a device.
+Each device has one slot. If the device is shared in space, each deployment that runs in the slot
+has a share of the device's compute units; shares never overlap. Other modules get slots from here
+(`slot`, `slots_of`) and may read them, but only the functions below write a slot's fields.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.tree import State
 
 HOST_ROOM = 3
-"""Times the states of a node: with so much host memory it has room for their weights versions too,
-and nothing goes to NVMe."""
+"""A node whose host memory is at least this multiple of the placed states also has room for their
+weights versions, so nothing spills to NVMe."""
 
 
 def slot(state: State, node: str, device: int) -> Slot:
@@ -28,13 +27,12 @@ def slot(state: State, node: str, device: int) -> Slot:
 
 
 def units_of(state: State, slot: Slot) -> int:
-    """How many compute units a slot's device has."""
+    """Number of compute units of a slot's device."""
     return state.nodes[slot.node].devices[slot.device].units
 
 
 def slots_of(step: Step, deployment: Deployment) -> list[Slot]:
-    """The slot of each rank."""
-    # Asked for several times in each step, mostly of a lone rank.
+    # Called several times per step, mostly for a single rank.
     nodes, assignments = step.state.nodes, deployment.wpg.assignments
     if len(assignments) == 1 and len(assignments[0].devices) == 1:
         return [nodes[assignments[0].node].devices[assignments[0].devices[0]].slots[0]]
@@ -42,7 +40,7 @@ def slots_of(step: Step, deployment: Deployment) -> list[Slot]:
 
 
 def held_slots(state: State, deployment: Deployment) -> list[Slot]:
-    """The slot of each rank that has a part in what runs."""
+    """Slots of the ranks that take part in the running operations."""
     nodes, assignments = state.nodes, deployment.wpg.assignments
     slots = [nodes[a.node].devices[index].slots[0] for a in assignments for index in a.devices]
     idle = deployment.activation.idle_ranks
@@ -50,33 +48,33 @@ def held_slots(state: State, deployment: Deployment) -> list[Slot]:
 
 
 def slots_on(node: Node) -> list[Slot]:
-    """The slots of a node, by device."""
     return [slot for device in node.devices for slot in device.slots]
 
 
 def placed_on(node: Node) -> list[str]:
-    """Deployments that are placed on a node, once for each of their devices there."""
+    """Deployments placed on a node, once for each of their devices there."""
     return [name for slot in slots_on(node) for name in slot.placed]
 
 
 def weigh_host_memory(step: Step, deployment: Deployment) -> None:
-    """Note which nodes of a deployment are crowded, now that its size is known."""
+    """Mark the nodes that are short of host memory, now that the deployment's size is known."""
     for node in step.nodes_of(deployment):
         if is_crowded(step, node):
             step.state.mark_crowded(node.node)
 
 
 def is_crowded(step: Step, node: Node) -> bool:
-    """Whether the host memory of a node may not hold the states of all that is placed on it."""
+    """Whether the node's host memory may be too small for the states of all deployments placed on
+    it."""
     sizes = (step.state.deployments[name].wpg.state_bytes for name in placed_on(node))
     return HOST_ROOM * sum(sizes) > node.host_memory_bytes
 
 
 def victims(step: Step, slot: Slot, newcomer: Deployment) -> list[Deployment]:
-    """The deployments that must leave a slot for a newcomer.
+    """Choose the deployments that must leave a slot for a newcomer.
 
-    Where residency is per job, other jobs' go first; then the least recently used, until the
-    newcomer fits. What runs stays.
+    With per-job residency, all of other jobs' deployments leave first. Then the least recently used
+    ones leave until the newcomer fits, running ones last.
     """
     residents = [step.state.deployments[name] for name in slot.resident if name != newcomer.name]
     if not residents:
@@ -97,7 +95,7 @@ def victims(step: Step, slot: Slot, newcomer: Deployment) -> list[Deployment]:
 
 
 def claimant(step: Step, slot: Slot) -> Deployment | None:
-    """The deployment that was chosen first among those that wait for this slot's device."""
+    """The oldest claim among the deployments that wait for this slot's device."""
     for name in step.state.nodes[slot.node].claims:
         deployment = step.state.deployments[name]
         if (slot.node, slot.device) in deployment.places:
@@ -106,10 +104,10 @@ def claimant(step: Step, slot: Slot) -> Deployment | None:
 
 
 def claim(step: Step, deployment: Deployment) -> None:
-    """Note that a deployment was chosen, and waits until all of its devices are free.
+    """Record that a deployment was chosen and waits until all of its devices are free.
 
-    The claim is noted on all of its nodes at once, so that claims are in the same order wherever
-    they meet: the oldest is the first on each of its devices, and nothing deadlocks.
+    The claim is recorded on all of its nodes at once, so claims have the same order on every node.
+    The oldest claim is therefore first on each of its devices, which rules out deadlock.
     """
     for node in step.nodes_of(deployment):
         if deployment.name not in node.claims:
@@ -124,8 +122,10 @@ def unclaim(step: Step, deployment: Deployment) -> None:
 
 
 def use(step: Step, deployment: Deployment, slots: list[Slot]) -> None:
-    """Let a deployment hold its slots: its state is the newest there. Args: slots: those of all of
-    its ranks."""
+    """Mark a deployment as the running and most recently used one in its slots.
+
+    Args: slots: the slots of all of its ranks.
+    """
     name, idle = deployment.name, deployment.activation.idle_ranks
     for rank, slot in enumerate(slots):
         if rank in idle:
@@ -138,7 +138,7 @@ def use(step: Step, deployment: Deployment, slots: list[Slot]) -> None:
 
 
 def _lead(step: Step, slot: Slot, deployment: Deployment) -> None:
-    """Note which of those that run in a slot has been there longest: its job is the holder."""
+    """Record the deployment that has run in a slot longest; its job becomes the holder."""
     name, job = deployment.name, deployment.job_name
     slot.running = name
     slot.is_released = False
@@ -151,7 +151,7 @@ def _lead(step: Step, slot: Slot, deployment: Deployment) -> None:
 
 
 def _stops(step: Step, slot: Slot, name: str) -> None:
-    """Note that a deployment runs in a slot no longer; what runs beside it goes on."""
+    """Record that a deployment no longer runs in a slot. Its neighbours continue."""
     slot.shares = [share for share in slot.shares if share.deployment != name]
     if slot.running != name:
         return
@@ -173,14 +173,15 @@ def forget_job(step: Step, slot: Slot, deployment: Deployment) -> None:
 
 
 def place(step: Step, deployment: Deployment, *, on: NodeId | None = None) -> None:
-    """Note on a deployment's devices that it runs there. Args: on: only on those of this node."""
+    """Record on a deployment's devices that it is placed there. Args: on: only on this node's
+    devices."""
     for slot in slots_of(step, deployment):
         if on in (None, slot.node):
             slot.placed.append(deployment.name)
 
 
 def leave(step: Step, deployment: Deployment) -> None:
-    """Note that a deployment does not run on its devices any more."""
+    """Record that a deployment is no longer placed on its devices."""
     for slot in slots_of(step, deployment):
         slot.placed.remove(deployment.name)
         forget_job(step, slot, deployment)
@@ -188,7 +189,7 @@ def leave(step: Step, deployment: Deployment) -> None:
 
 
 def forget(step: Step, deployment: Deployment) -> None:
-    """Forget all that is noted of a deployment on its devices."""
+    """Forget everything recorded about a deployment on its devices."""
     name = deployment.name
     for slot in slots_of(step, deployment):
         slot.ready.pop(name, None)
@@ -201,28 +202,28 @@ def forget(step: Step, deployment: Deployment) -> None:
 
 
 def switch_in(slots: Iterable[Slot], deployment: Deployment) -> None:
-    """Note that the state of a deployment is on these devices."""
+    """Record that the deployment's state is on these devices."""
     for slot in slots:
         if deployment.name not in slot.resident:
             slot.resident.append(deployment.name)
 
 
 def switch_out(slots: Iterable[Slot], deployment: Deployment) -> None:
-    """Note that the state of a deployment is not on these devices any more."""
+    """Record that the deployment's state is no longer on these devices."""
     for slot in slots:
         if deployment.name in slot.resident:
             slot.resident.remove(deployment.name)
 
 
 def book_again(step: Step, deployment: Deployment) -> None:
-    """Note that the state of a deployment may still be on its devices: it is the first to leave."""
+    """Record that the deployment's state may still be on its devices, as the first to evict."""
     for slot in slots_of(step, deployment):
         if deployment.name not in slot.resident:
             slot.resident.insert(0, deployment.name)
 
 
 def vacate(step: Step, deployment: Deployment) -> None:
-    """Note that a deployment's processes are gone: nothing of it runs, or is on a device."""
+    """Record that a deployment's processes are gone: nothing of it is running or resident."""
     name = deployment.name
     deployment.activation.close()
     for key in list(deployment.activation.running):
@@ -243,7 +244,7 @@ def vacate(step: Step, deployment: Deployment) -> None:
 
 
 def free(step: Step, deployment: Deployment, key: OperationKey, kind: str) -> None:
-    """Note that a running operation has ended; with the last one its devices are idle."""
+    """Record that a running operation has ended. After the last one, the devices are idle."""
     activation = deployment.activation
     activation.ended(key, step.now_s)
     for slot in slots_of(step, deployment):
@@ -262,8 +263,11 @@ def free(step: Step, deployment: Deployment, key: OperationKey, kind: str) -> No
 
 
 def free_tail(step: Step, deployment: Deployment, ranks: list[int]) -> None:
-    """Note that these ranks have nothing to do until what runs has ended: others may use their
-    devices, on which the deployment stays until it must leave."""
+    """Release the devices of ranks that are idle until the running operation ends.
+
+    Other deployments may use these devices. The deployment stays resident on them until it must
+    leave.
+    """
     activation = deployment.activation
     for rank in ranks:
         if rank in activation.idle_ranks:
@@ -279,14 +283,14 @@ def free_tail(step: Step, deployment: Deployment, ranks: list[int]) -> None:
 
 
 def release(step: Step, deployment: Deployment) -> None:
-    """Note that nothing runs on the devices of a deployment that held them."""
+    """Record that nothing runs on the devices that a deployment held."""
     for slot in slots_of(step, deployment):
         if slot.running == deployment.name:
             _stops(step, slot, deployment.name)
 
 
 def note_ready(step: Step, deployment: Deployment, *, is_ready: bool) -> None:
-    """Note whether a deployment has an operation that could run."""
+    """Record whether a deployment has an operation that could run."""
     for slot in slots_of(step, deployment):
         if is_ready:
             slot.ready[deployment.name] = deployment.job_name
@@ -295,9 +299,9 @@ def note_ready(step: Step, deployment: Deployment, *, is_ready: bool) -> None:
 
 
 def serve(step: Step, slot: Slot, job: str, kind: str, *, continues: bool) -> None:
-    """Note that an operation of a job begins.
+    """Record that an operation of a job starts.
 
-    Args: continues: whether it goes on with the slot's phase; else it begins another.
+    Args: continues: whether it continues the slot's current phase. If not, it starts another.
     """
     if not continues:
         slot.phase = Phase(job, began_s=step.now_s)
@@ -307,19 +311,19 @@ def serve(step: Step, slot: Slot, job: str, kind: str, *, continues: bool) -> No
 
 
 def set_released(slot: Slot, is_released: bool) -> None:
-    """Note that the holder of a slot has ended its phase there, or has begun one."""
+    """Record that the holder of a slot has ended its phase, or has started one."""
     slot.is_released = is_released
     if is_released:
         slot.phase = Phase()
 
 
 def note_round(slot: Slot, job: str, number: int) -> None:
-    """Note the round for which the phase counts that a job has begun in a slot."""
+    """Record the round of the phase that a job has started in a slot."""
     slot.rounds[job] = number
 
 
 def note_timer(slot: Slot, timer: str) -> None:
-    """Note the timer at which a slot is looked at again."""
+    """Record the timer at which a slot is examined again."""
     slot.timer = timer
 
 
@@ -327,40 +331,42 @@ def note_timer(slot: Slot, timer: str) -> None:
 
 
 def free_units(step: Step, slot: Slot) -> list[int]:
-    """The compute units of a slot's device that no share has."""
+    """Compute units of a slot's device that belong to no share."""
     taken = {unit for share in slot.shares for unit in share.units}
     return [unit for unit in range(units_of(step.state, slot)) if unit not in taken]
 
 
 def give_share(slot: Slot, deployment: Deployment, units: list[int]) -> None:
-    """Note that a deployment is about to run with these units, which are free. It is called before
-    `use`, which says that it runs."""
+    """Give a deployment these free units. Must be called before `use`, which marks it as
+    running."""
     assert slot.share_of(deployment.name) is None, f"{deployment.name}: two shares of a device"
     slot.shares.append(Share(deployment.name, units))
 
 
 def ask_back(share: Share, kept: list[int], command: CommandId) -> None:
-    """Note that a share was asked to give up all but these units. It may use them until then."""
+    """Record that a share was requested to keep only these units. It may use the others until it
+    confirms."""
     share.asked = kept
     share.command = command
 
 
 def confirm(share: Share) -> None:
-    """Note that a share has given up what it was asked for."""
+    """Record that a share has given up the requested units."""
     share.units = share.asked
     share.asked, share.command = [], None
 
 
 def grow(share: Share, units: list[int]) -> None:
-    """Note that a share has these units from now on: its own, and free ones."""
+    """Set the units of a share that grows: its present ones and free ones."""
     share.units = units
     share.asked, share.command = [], None
 
 
 def set_pace(share: Share, now_s: float, stage: str, company: str, speed: float) -> None:
-    """Note beside what a share's deployment runs from now on, and how fast, by the table.
+    """Record the current neighbours of a share's deployment and its speed according to the table.
 
-    Args: stage: the kind of sub-stage that it is in. company: those beside it, as in `Pace`.
+    Args: stage: the kind of sub-stage that it is in.
+          company: the neighbours' sub-stages, as in `Pace`.
     """
     if share.pace is None:
         share.pace = Pace(stage, now_s, now_s, len(share.units))
@@ -371,7 +377,7 @@ def set_pace(share: Share, now_s: float, stage: str, company: str, speed: float)
 
 
 def pass_time(share: Share, now_s: float) -> None:
-    """Count the time until now as spent at the present pace."""
+    """Count the time until now at the current pace."""
     pace = share.pace
     assert pace is not None, f"{share.deployment}: no pace"
     passed_s = now_s - pace.since_s
@@ -384,7 +390,7 @@ def pass_time(share: Share, now_s: float) -> None:
 
 
 def expect(slot: Slot, job: str, expected: Expected | None) -> None:
-    """Note when a job needs the slot next; None: nothing is predicted."""
+    """Record when a job is expected to need the slot next. None: nothing is predicted."""
     if expected is None:
         slot.expected.pop(job, None)
     else:
@@ -392,11 +398,11 @@ def expect(slot: Slot, job: str, expected: Expected | None) -> None:
 
 
 def came(slot: Slot, job: str) -> Expected | None:
-    """Note that an operation of a job begins; returns what was predicted of it."""
+    """Record that an operation of a job starts, and return what was predicted for it."""
     slot.speculative = ""
     return slot.expected.pop(job, None)
 
 
 def note_speculative(slot: Slot, name: str) -> None:
-    """Note for which deployment an activation was opened speculatively; empty: for none."""
+    """Record the deployment for which an activation was opened speculatively. Empty: none."""
     slot.speculative = name

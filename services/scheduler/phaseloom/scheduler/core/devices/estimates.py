@@ -1,4 +1,4 @@
-"""Durations that decisions need: from the profiler's traces, from switches seen, else a default."""
+"""Durations for decisions: from the profiler's traces, from observed switches, or a default."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.tree import State
 
 DEFAULT_DURATION_S = 0.1
-"""The duration of a kind that was never measured: only its ratio to a switch matters."""
+"""Assumed duration of a kind that was never measured. Only its ratio to a switch matters."""
 DEFAULT_SWITCH_S = 0.02
 _P95 = NormalDist().inv_cdf(0.95)
 _SURELY = 1.0 - 1e-6
-"""The highest probability of a normal distribution that is told apart from 1."""
+"""Largest probability below 1 that a normal distribution still distinguishes from 1."""
 
 
 def duration_s(state: State, deployment: Deployment, kind: str) -> float:
@@ -28,13 +28,13 @@ def duration_s(state: State, deployment: Deployment, kind: str) -> float:
 
 
 def recent_s(state: State, deployment: Deployment, kind: str) -> float:
-    """The duration of an operation as its kind has lasted of late. Predictions alone go by it."""
+    """Recent duration of operations of this kind. Only used for predictions."""
     recent = deployment.recent.get(kind)
     return recent[0] if recent is not None else duration_s(state, deployment, kind)
 
 
 def left_s(state: State, deployment: Deployment, op: Op) -> float:
-    """Seconds until the end of an operation that runs is known."""
+    """Predicted seconds until the scheduler learns that a running operation has ended."""
     median_s, p95_s = recent_s(state, deployment, op.kind), 0.0
     estimate = after(state, deployment.job_name, f"{deployment.key.deployment}.{op.kind}")
     if estimate is not None and estimate.duration_s > 0.0:
@@ -44,10 +44,10 @@ def left_s(state: State, deployment: Deployment, op: Op) -> float:
 
 
 def still_s(median_s: float, p95_s: float, ran_s: float) -> float:
-    """The median of the seconds that are left of something that has not ended after `ran_s`.
+    """Median of the remaining seconds of an operation that has run for `ran_s`.
 
-    Durations are taken to be lognormal, through their median and 95th percentile: what runs for
-    longer than usual has something left still.
+    Assumes a lognormal distribution with the given median and 95th percentile, so an operation that
+    runs longer than usual still has some time remaining.
     """
     if ran_s <= 0.0 or not p95_s > median_s > 0.0:
         return max(0.0, median_s - ran_s)
@@ -57,7 +57,8 @@ def still_s(median_s: float, p95_s: float, ran_s: float) -> float:
 
 
 def after(state: State, job: str, last: str) -> KindEstimate | None:
-    """The profiler's estimate of the job's operations like `last` and of what follows them.
+    """Return the profiler's estimate for the job's operations like `last` and for what follows
+    them.
 
     Args: last: `<deployment>.<kind>`.
     """
@@ -71,16 +72,15 @@ def after(state: State, job: str, last: str) -> KindEstimate | None:
 
 
 def next_gap_s(state: State, job: str, last: str) -> float:
-    """Seconds until the job's next operation on this pool is ready, after `last` ended.
-
-    Returns: -1 where the profiler does not know.
-    """
+    """Seconds from the end of `last` until the job's next operation on this pool is ready, or -1 if
+    unknown."""
     estimate = after(state, job, last)
     return -1.0 if estimate is None else estimate.next_gap_s
 
 
 def phase_s(state: State, deployment: Deployment) -> float:
-    """The longest segment of its job's cycle on its pool, as measured or declared; 0: not known."""
+    """Longest segment of the job's cycle on the deployment's pool, measured or declared. 0 if
+    unknown."""
     job, pool = deployment.job_name, deployment.spec.pool
     trace = state.traces.get(job)
     cycle = state.jobs[job].spec.cycle
@@ -89,7 +89,7 @@ def phase_s(state: State, deployment: Deployment) -> float:
 
 
 def period_s(state: State, job: str) -> float:
-    """The period of a job's cycle when it is alone: as measured, else as declared; 0: not known."""
+    """Period of a job's cycle when it runs alone: measured, else declared. 0 if unknown."""
     trace, cycle = state.traces.get(job), state.jobs[job].spec.cycle
     if trace is not None and trace.period_s:
         return trace.period_s
@@ -97,26 +97,26 @@ def period_s(state: State, job: str) -> float:
 
 
 def worst_period_s(state: State, job: str) -> float:
-    """The period of a job whose operations all take as long as they may; 0: not known."""
+    """Period of a job's cycle if all operations take their worst-case time. 0 if unknown."""
     trace, cycle = state.traces.get(job), state.jobs[job].spec.cycle
     measured_s = max(trace.worst_period_s, trace.period_s) if trace is not None else 0.0
     return max(measured_s, cycle.worst_period_s) if cycle else measured_s
 
 
 def began_s(state: State, deployment: Deployment, op: Op) -> float:
-    """When a permitted operation begins: one that came with its activation when that is open."""
+    """Time at which a permitted operation starts: no earlier than its activation is open."""
     return max(op.permitted_s, open_s(state, deployment))
 
 
 def open_s(state: State, deployment: Deployment) -> float:
-    """When a deployment's activation is or was open, as far as it is known."""
+    """Time at which a deployment's activation is or was open, as far as known."""
     return deployment.activation.opening_s + switch_s(state, deployment)
 
 
 def switch_s(state: State, deployment: Deployment) -> float:
-    """The cost of switching a deployment in: the newest offload and load.
+    """Cost of switching a deployment in: the newest offload and load times.
 
-    Before it was ever seen: as planned in the configuration.
+    Before the first switch, the planned time from the configuration.
     """
     seen = state.switch_s.get(deployment.name)
     if seen:

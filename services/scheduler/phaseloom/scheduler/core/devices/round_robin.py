@@ -1,16 +1,16 @@
-"""Round-robin positions: in which meta-iteration of its group each job is (WEAVE §4.3).
+"""Round-robin positions: which meta-iteration of its group each job is in (WEAVE §4.3).
 
-A *position* is (round, place in the group's order). A round belongs to the job and not to a device,
-so that every device serves the jobs by the same positions. If devices counted for themselves, two
-of them could serve the same jobs out of phase for good: two pools with a period of twice the
-longest iteration, or two rollout nodes on which jobs over several nodes meet those over one.
+A *position* is a pair (round, index of the job in its group). A round belongs to the job, not to a
+device, so that every device serves the jobs in the same order. With per-device counters, two
+devices could stay permanently out of phase. Two pools could then have a period of twice the longest
+iteration, and so could two rollout nodes on which multi-node jobs meet single-node jobs.
 
-A job's round grows with each phase that it begins on a device where it has had its phase of that
-round. A job that others have left behind (it was late, or it has joined them just now) is next on
-every device, and enters the latest round that a job of its group has begun. It enters it once: all
-phases of one iteration count for one round, on whatever devices they run (`began`, `iterated`).
+A job enters its next round when it starts a phase on a device where it has already had its phase of
+the current round. A job that fell behind (it was late or has just joined) is next on every device,
+and enters the latest round of its group. It does so only once: all phases of one iteration count
+for the same round, whatever devices they run on (`began`, `iterated`).
 
-Only differences matter; nothing is decided here. Cost: O(jobs of the group).
+Only differences between positions matter, and nothing is decided here. Cost: O(jobs of the group).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOWHERE = -1
 
 
 def in_order(state: State, slot: Slot, jobs: Iterable[str]) -> list[str]:
-    """Jobs of the device by the positions of their next phases on it."""
+    """Sort the jobs of a device by the positions of their next phases on it."""
     positions = {
         job: (_round(state, slot, job), place) for job, place in _places(state, jobs).items()
     }
@@ -35,12 +35,13 @@ def in_order(state: State, slot: Slot, jobs: Iterable[str]) -> list[str]:
 
 
 def began(step: Step, deployment: Deployment, here: list[Slot]) -> None:
-    """Note that a phase of a deployment begins on its devices."""
+    """Record that a phase of a deployment starts on its devices."""
     state, name = step.state, deployment.job_name
     progress = state.jobs[name].progress
     number = max([_round(state, slot, name) for slot in here])
-    # Jobs in turn are at most one round apart: who trains late in a round may begin its rollout of
-    # that round when who trained early has begun the next. What is left of a round keeps its place.
+    # Jobs that take turns are at most one round apart: a job that trains late in a round may start
+    # its rollout of that round after an early one has started the next. Phases that remain of a
+    # round keep their position.
     if number > progress.round and number < (latest := _latest(state, name)) - 1:
         number = latest
     progress.enter_round(number)
@@ -49,12 +50,12 @@ def began(step: Step, deployment: Deployment, here: list[Slot]) -> None:
 
 
 def iterated(step: Step, deployment: Deployment) -> None:
-    """Note that an iteration of a job has ended with an operation of a deployment.
+    """Record that an operation of this deployment has ended an iteration of its job.
 
-    The job's next phase is one of the next round on every device, also where it has had none of
-    this round: its processes came to that device, or came back to it, in the middle of the
-    iteration. Otherwise it would begin each round with another phase than before, and the others
-    would wait for it.
+    The job's next phase then belongs to the next round on every device. This includes devices where
+    it had no phase in this round, because its processes arrived there in the middle of the
+    iteration. Otherwise the job would start every round with a different phase than before, and the
+    other jobs would wait for it.
     """
     job = deployment.job_name
     here = slots_of(step, deployment)
@@ -66,7 +67,7 @@ def iterated(step: Step, deployment: Deployment) -> None:
 
 
 def _places(state: State, jobs: Iterable[str]) -> dict[str, int]:
-    """The place of each job in the order of its group; `NOWHERE`: it has left the group."""
+    """Index of each job in the order of its group. `NOWHERE` if it has left the group."""
     cluster = state.cluster
     found: dict[str, int] = {}
     order: dict[str, int] = {}
@@ -79,12 +80,11 @@ def _places(state: State, jobs: Iterable[str]) -> dict[str, int]:
 
 
 def _round(state: State, slot: Slot, job: str) -> int:
-    """The round of a job's next phase on a device."""
     return max(slot.rounds.get(job, NOWHERE) + 1, state.jobs[job].progress.round)
 
 
 def _latest(state: State, job: str) -> int:
-    """The latest round that a job of the group has begun; `NOWHERE`: it has no group."""
+    """Latest round that any job of the group has started. `NOWHERE` if the job has no group."""
     group = state.cluster.groups.get(state.cluster.placed.get(job, ""))
     if group is None:
         return NOWHERE

@@ -1,4 +1,4 @@
-"""Places of jobs: nodes and devices of each, repacking, nodes that are to be left.
+"""Placement of jobs: the nodes and devices of each job, repacking, and evacuation of nodes.
 
-Called by the core's door and by `jobs`.
+Called by the core's entry point and by `jobs`.
 """

@@ -1,6 +1,6 @@
 """Assignment of jobs to node groups, and of their deployments to devices of the group's nodes.
 
-A deployment gets, on each of its nodes, the devices that the fewest others are on.
+On each of its nodes, a deployment gets the devices with the fewest other deployments.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from phaseloom.scheduler.core.state.wpg import RankAssignment
 from phaseloom.scheduler.core.wpgs import wpgs
 
 _MAX_NAMED = 8
-"""Most other jobs of a group that a job's status names: the cost grows with their square."""
+"""Maximum number of other jobs that a job's status names. The cost is quadratic in this number."""
 
 # --- what there is -------------------------------------------------------------------------------
 
@@ -58,8 +58,11 @@ def configured(step: Step, config: SchedulerConfig) -> None:
 
 
 def _counts_on_space(config: SchedulerConfig) -> bool:
-    """Whether jobs are placed by what they get side by side: the policy can, slowdowns were
-    measured, and whatever gains by company has it at once."""
+    """Whether placement counts on jobs running side by side.
+
+    That needs a placement policy that can, measured slowdowns, and a multiplexing policy that
+    shares as soon as it gains.
+    """
     return (
         PLACEMENT[config.placement].counts_on_space
         and MULTIPLEXING[config.multiplexing].is_eager
@@ -69,7 +72,7 @@ def _counts_on_space(config: SchedulerConfig) -> bool:
 
 
 def _beside(step: Step, name: NodeId) -> tuple[float, ...]:
-    """How much longer rollouts take beside one another on a device of the node."""
+    """Worst-case slowdowns of rollouts that share a device of the node, by number of neighbours."""
     config, node = step.state.config, step.state.nodes.get(name)
     if config is None or config.slowdowns is None or node is None:
         return ()
@@ -117,14 +120,14 @@ def policy_of(step: Step) -> Placement:
 
 
 def seek(step: Step, job: Job, member: Member) -> Decision:
-    """Ask for a place for a job that waits for one."""
+    """Decide on a placement for a waiting job."""
     cluster = step.state.cluster
     groups.set_end(cluster, member, job.spec.duration_s)
     return admission.decide(cluster, member, policy_of(step))
 
 
 def put(step: Step, job: Job, member: Member, placed: Placed) -> Group:
-    """Put a job into its group and start its deployments."""
+    """Add a job to a group and start its deployments."""
     group = groups.join(step.state.cluster, member, placed)
     job.why_here = placed.why
     count_iterations(step, job)
@@ -135,10 +138,10 @@ def put(step: Step, job: Job, member: Member, placed: Placed) -> Group:
 
 
 def count_iterations(step: Step, job: Job) -> None:
-    """Set a job's number of iterations, where its spec says how long it would run alone.
+    """Set a job's number of iterations if its spec declares how long it would run alone.
 
-    The first cycle counts: a job that drifts does not do fewer iterations because each takes
-    longer.
+    The first known cycle decides: a job whose iterations get longer later does not run fewer of
+    them.
     """
     cluster = step.state.cluster
     member = groups.group_of(cluster, str(job.key)).members[str(job.key)]
@@ -147,9 +150,10 @@ def count_iterations(step: Step, job: Job) -> None:
 
 
 def stepped(step: Step, job: JobKey) -> bool:
-    """Count an `optim_step` of a job; the last one of an iteration ends the iteration.
+    """Count an `optim_step` of a job. The last one of an iteration ends the iteration.
 
-    Before the cycle is known each step counts as an iteration; `groups.set_cycle` corrects that.
+    Before the cycle is known, each step counts as an iteration; `groups.set_cycle` corrects that.
+
     Returns: whether an iteration has ended.
     """
     cluster = step.state.cluster
@@ -168,7 +172,7 @@ def stepped(step: Step, job: JobKey) -> bool:
 
 
 def move(step: Step, job: Job, placed: Placed) -> None:
-    """Move a job to another place; its deployments go there with their state."""
+    """Move a job, and its deployments with their state, to another placement."""
     cluster = step.state.cluster
     old = groups.group_of(cluster, str(job.key))
     member = old.members[str(job.key)]
@@ -185,7 +189,7 @@ def move(step: Step, job: Job, placed: Placed) -> None:
 
 
 def _move_all(step: Step, job: Job, member: Member) -> None:
-    """Move the deployments that are neither where the job is pinned nor on their way there."""
+    """Move the deployments that are neither on the job's nodes nor on their way there."""
     for deployment in step.deployments_of(job):
         pins = set(member.nodes.get(deployment.spec.pool, []))
         if not pins.issuperset(assigned.node for assigned in deployment.destination):
@@ -193,7 +197,7 @@ def _move_all(step: Step, job: Job, member: Member) -> None:
 
 
 def release(step: Step, job: Job) -> None:
-    """Release the place of a job that has ended, whether it had one or waited."""
+    """Release the nodes of a job that has ended, or drop it from the waiting jobs."""
     cluster = step.state.cluster
     name = str(job.key)
     if name in cluster.placed:
@@ -205,7 +209,7 @@ def release(step: Step, job: Job) -> None:
 
 
 def note_free(step: Step, nodes: list[NodeId]) -> None:
-    """Set the pool of released nodes anew: one may have come back in another pool while a group
+    """Update the pool of released nodes: a node may have come back in another pool while a group
     held it."""
     cluster = step.state.cluster
     for name in nodes:
@@ -215,8 +219,7 @@ def note_free(step: Step, nodes: list[NodeId]) -> None:
 
 
 def assign(step: Step, spec: DeploymentSpec, member: Member) -> list[RankAssignment]:
-    """Nodes and devices for a deployment: the least loaded nodes among those its job is pinned
-    to."""
+    """Choose nodes and devices for a deployment: the least loaded of its job's nodes."""
     return _assign(step, spec, member.nodes[spec.pool])
 
 
@@ -230,7 +233,7 @@ def _assign(step: Step, spec: DeploymentSpec, nodes: list[NodeId]) -> list[RankA
 
 
 def _least_loaded(step: Step, node: NodeId, num_devices: int) -> list[int]:
-    """The devices of a node that the fewest deployments are placed on."""
+    """Choose the devices of a node with the fewest deployments."""
     slots = devices.slots_on(step.node(node))
     slots.sort(key=lambda slot: len(slot.placed))
     return sorted(slot.device for slot in slots[:num_devices])
@@ -240,8 +243,10 @@ def _least_loaded(step: Step, node: NodeId, num_devices: int) -> list[int]:
 
 
 def room_for(step: Step, job: Job, spec: DeploymentSpec) -> list[RankAssignment] | ErrorInfo:
-    """Room for one more deployment of a job that has a place: on the job's own nodes, else on
-    others of its group, else on free ones."""
+    """Find room for another deployment of a placed job.
+
+    Tries the job's own nodes, then other nodes of its group, then free nodes.
+    """
     cluster = step.state.cluster
     needs = groups.needs_of([spec])
     asked = Member(job=str(job.key), slo=0.0, needs=needs)
@@ -274,18 +279,19 @@ def room_for(step: Step, job: Job, spec: DeploymentSpec) -> list[RankAssignment]
 
 
 def extend(step: Step, job: Job, deployment: Deployment, where: list[RankAssignment]) -> None:
-    """Place one more deployment of a job.
+    """Place an additional deployment of a job.
 
-    Args: where: the answer of `room_for`.
+    Args: where: the result of `room_for`.
     """
     wpgs.place(step, deployment, where)
     repin(step, job)
 
 
 def repin(step: Step, job: Job) -> None:
-    """Bring a job's place up to date after its deployments have changed.
+    """Update a job's nodes after its deployments have changed.
 
-    Nodes that the job does not use any more are released. Where it still waits, its needs change.
+    Nodes that the job no longer uses are released. If the job is still waiting, its needs are
+    updated.
     """
     cluster = step.state.cluster
     name = str(job.key)
@@ -315,9 +321,10 @@ def repin(step: Step, job: Job) -> None:
 
 
 def describe(step: Step, job: Job) -> str:
-    """A job's place in words: nodes, other jobs and the reason; empty where it has no place.
+    """Describe a job's placement: its nodes, the other jobs there and the reason. Empty if it has
+    none.
 
-    Jobs of other tenants are counted and not named.
+    Jobs of other tenants are counted but not named.
     """
     cluster = step.state.cluster
     name = cluster.placed.get(str(job.key))
@@ -333,7 +340,7 @@ def describe(step: Step, job: Job) -> str:
 
 
 def _note_peers(step: Step, group: Group) -> None:
-    """Have the members' views written anew: a job comes or goes, and they name the other jobs."""
+    """Republish the members' statuses, which name the other jobs, because a job comes or goes."""
     if len(group.members) <= _MAX_NAMED + 1:
         for name in group.members:
             step.job_changed(name)

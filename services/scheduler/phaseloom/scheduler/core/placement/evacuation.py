@@ -1,13 +1,15 @@
-"""Evacuation of nodes: one that is drained on request, one that does not come back.
+"""Evacuation of nodes that are drained on request or do not come back.
 
-A node that is drained takes nothing new, and each deployment on it moves to another of its pool,
-its state with it, as soon as there is room: on the nodes of its own group, on free ones, else where
-its job would be placed anew. It stays drained until that is undone, whatever becomes of its agent.
+A drained node accepts nothing new. Each of its deployments moves, with its state, to another node
+of the same pool as soon as there is room: first on the nodes of its own group, then on free nodes,
+then wherever the job would be placed if it were new. The node stays drained until an operator
+undoes it, whatever becomes of its agent.
 
-From a node that is away for longer than a grace, deployments that can be rebuilt without it go
-elsewhere: those with a copy of their seal on another node, or without a seal. The others wait for
-the node. Once it counts as gone for good, what it alone had is lost: jobs that need that fall back,
-whole, to their last checkpoint, or fail. If the node comes back later, it is told to forget.
+If a node is away for longer than a grace period, deployments that can be rebuilt without it move
+elsewhere: those without a seal, and those with a copy of their seal on another node. The others
+wait for the node. Once the node counts as permanently gone, data that only it had is lost. Jobs
+that need such data fall back as a whole to their last checkpoint, or fail. If the node comes back
+later, it is instructed to delete that data.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from phaseloom.scheduler.core.wpgs import moves, wpgs
 
 
 def requested(step: Step, event: NodeDrainRequested) -> None:
-    """Answer an operator's request about a node: drain it, undo that, or count it as gone."""
+    """Handle an operator's request: drain a node, undo a drain, or write the node off."""
     node = step.state.nodes.get(event.node)
     error = _refusal(step, node, event)
     if node is None or error is not None:
@@ -99,9 +101,9 @@ def _undo(step: Step, node: Node) -> None:
 
 
 def missed(step: Step, what: str, name: str, revision: int) -> None:
-    """A timer of a node has fired: close the node if it has been away since.
+    """Close a node if it has been away since this timer was set.
 
-    Args: what: the `Closing` that the timer stands for.
+    Args: what: the `Closing` for which the timer was set.
     """
     node = step.state.nodes.get(name)
     if node is None or node.is_up or node.revision != revision:
@@ -112,9 +114,9 @@ def missed(step: Step, what: str, name: str, revision: int) -> None:
 
 
 def go_on(step: Step) -> None:
-    """Move whatever can leave the closed nodes, and have copies made of what others need from them.
+    """Move deployments off the closed nodes if there is room, and start replacement copies.
 
-    Called where there may be new room.
+    Called whenever there may be new room.
     """
     for name, leave in sorted(step.state.closing.items()):
         for job in _jobs_on(step, name):
@@ -130,7 +132,6 @@ def go_on(step: Step) -> None:
 
 
 def _jobs_on(step: Step, node: NodeId) -> list[Job]:
-    """Jobs that are pinned to the node."""
     cluster = step.state.cluster
     group = cluster.groups.get(cluster.hosts[node].group)
     members = [] if group is None else group.members.values()
@@ -139,7 +140,7 @@ def _jobs_on(step: Step, node: NodeId) -> list[Job]:
 
 
 def _deployments_on(step: Step, node: NodeId) -> list[Deployment]:
-    """Deployments that are on the node, or on their way to it."""
+    """Deployments that are on the node or moving to it."""
     return [
         deployment
         for deployment in step.state.deployments.values()
@@ -152,7 +153,7 @@ def _deployments_on(step: Step, node: NodeId) -> list[Deployment]:
 
 
 def _write_off(step: Step, node: NodeId) -> None:
-    """Write off the seals and versions that a node had; jobs that need what it alone had fall
+    """Write off the seals and versions on a node. Jobs that need data that only it had fall
     back."""
     for deployment in step.state.deployments.values():
         if deployment.wpg.state is WpgState.STOPPED:
@@ -178,7 +179,7 @@ def _write_off(step: Step, node: NodeId) -> None:
 
 
 def _leave(step: Step, job: Job, node: NodeId, why: Closing) -> None:
-    """Move what a job has on the node to others, if they have room."""
+    """Move a job's deployments off the node if other nodes have room."""
     there = [
         deployment
         for deployment in step.deployments_of(job)
@@ -195,13 +196,12 @@ def _leave(step: Step, job: Job, node: NodeId, why: Closing) -> None:
 
 
 def _needs_no(node: NodeId, deployment: Deployment) -> bool:
-    """Whether a deployment can be rebuilt without this node."""
     parts = range(len(deployment.wpg.assignments) if deployment.durability.seal_seq else 0)
     return all(set(holders.nodes_with_part(deployment, index)) - {node} for index in parts)
 
 
 def _leave_within_group(step: Step, job: Job, node: NodeId, there: list[Deployment]) -> bool:
-    """Move a job's deployments to other nodes of its group, or to free ones that join it."""
+    """Move a job's deployments to other nodes of its group, or to free nodes that join it."""
     cluster = step.state.cluster
     group = groups.group_of(cluster, str(job.key))
     member = group.members[str(job.key)]
@@ -232,7 +232,8 @@ def _leave_group(step: Step, job: Job, node: NodeId) -> bool:
 
 
 def status(step: Step, name: NodeId) -> NodeStatus:
-    """A node's status: what is on it, and what it waits for. Reads only."""
+    """Describe a node: its deployments, and the reasons why they are still there. Changes
+    nothing."""
     node = step.state.nodes[name]
     leave = step.state.closing.get(name)
     deployments = _deployments_on(step, name)

@@ -1,10 +1,10 @@
-"""Repacking: jobs get another place once their cycle is known, when it drifts, when others left.
+"""Repacking: jobs move when their cycle becomes known or changes, and when other jobs leave.
 
-A job that was measured on nodes of its own asks the policy again, and goes where that is cheaper
-(PlexRL §4.3). One that drifts so far that its group cannot carry it any more is placed anew, that
-one alone (WEAVE §5.3). And where the policy plans for the whole cluster, it does so whenever a job
-has left or drifted, on a copy, beside the scheduler's loop. The plan comes back as an event, and a
-move is made only if the groups and nodes that it touches are as they were.
+A job that was measured on its own nodes is placed again, and moves if that is cheaper (PlexRL
+§4.3). If a job's cycle changes so much that its group is overloaded, that job alone is placed again
+(WEAVE §5.3). If the policy plans for the whole cluster, it does so whenever a job has left or its
+cycle has changed. Such a plan is computed from a copy, outside the scheduler's loop, and comes back
+as an event. Each move is made only if the groups and nodes involved have not changed meanwhile.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from phaseloom.scheduler.core.state.transitions import JOB_ENDED
 from phaseloom.scheduler.core.state.tree import State
 
 WORTH = 1e-6
-"""Share of the cost below which a saving is rounding."""
+"""Savings below this fraction of the cost count as rounding errors."""
 
 # --- one job, whose cycle is news ----------------------------------------------------------------
 
 
 def traced(step: Step, trace: PhaseTrace) -> None:
-    """Take a trace of the profiler: set the job's cycle, and place the job anew where that pays."""
+    """Apply a profiler's trace: update the job's cycle, and move the job if that pays."""
     name = str(trace.job)
     job = step.state.jobs.get(name)
     if job is None or job.state in JOB_ENDED:
@@ -69,7 +69,8 @@ def traced(step: Step, trace: PhaseTrace) -> None:
 
 
 def _has_changed(step: Step, group: Group, member: Member, trace: PhaseTrace) -> bool:
-    """Whether a trace tells of another cycle than a member's, and not of its company only."""
+    """Whether a trace shows that the job's own cycle has changed, beyond the slowdown by its
+    neighbours."""
     known = member.cycle
     assert known is not None
     slowdown = company.most_slowdown(step.state.cluster, group, member)
@@ -79,8 +80,10 @@ def _has_changed(step: Step, group: Group, member: Member, trace: PhaseTrace) ->
 
 
 def iterated(step: Step, key: JobKey) -> None:
-    """Let a job's cycle follow its last iterations, where the policy plans by what jobs may still
-    spend: a profile is a median of more of them, and so it is late."""
+    """Update a job's cycle from its last iterations, if the policy plans with remaining budgets.
+
+    Such a policy needs it early: a profile is a median over more iterations, so it lags.
+    """
     if assignment.policy_of(step).replan is None:
         return
     name = str(key)
@@ -92,8 +95,8 @@ def iterated(step: Step, key: JobKey) -> None:
 
 
 def _drifted(step: Step, job: Job, cycle: Cycle) -> None:
-    """Set a cycle that has changed; a job that its group cannot carry any more is placed anew, and
-    the whole is planned again."""
+    """Set a changed cycle. Place the job again if its group is now overloaded, and request a new
+    plan."""
     name = str(job.key)
     group = groups.group_of(step.state.cluster, name)
     was_overloaded = _is_overloaded(step, group)
@@ -105,16 +108,18 @@ def _drifted(step: Step, job: Job, cycle: Cycle) -> None:
 
 
 def _with_share(cycle: Cycle, known: Cycle) -> Cycle:
-    """A drifted cycle whose worst case is as large a share of the usual one as before: the worst of
-    the last iterations may be of the cycle as it was, and the usual one of few may be chance."""
+    """Scale the worst case of a changed cycle in proportion to its usual duration.
+
+    The measured worst case may stem from iterations before the change, and the usual duration of
+    few iterations may be chance.
+    """
     share = known.worst_period_s / known.period_s
     segments = [replace(s, worst_s=share * s.duration_s) for s in cycle.segments]
     return replace(cycle, segments=segments)
 
 
 def _profiled(step: Step, job: Job) -> None:
-    """Ask for a place for a job whose cycle has just become known, and move it where that is
-    cheaper."""
+    """Place a job whose cycle has just become known again, and move it if that is cheaper."""
     member = _member(step, job)
     assert member.cycle is not None
     step.notify("job profiled", f"its cycle takes {member.cycle.period_s:.3g} s", member.job)
@@ -125,7 +130,7 @@ def _profiled(step: Step, job: Job) -> None:
 
 
 def _is_overloaded(step: Step, group: Group) -> bool:
-    """Whether a group is overloaded, by the bound that its policy places by."""
+    """Whether a group is overloaded, by the rule of its placement policy."""
     cluster = step.state.cluster
     own = assignment.policy_of(step).is_overloaded
     return own(cluster, group) if own else is_overloaded(group, cluster.limits.switch_s)
@@ -142,7 +147,8 @@ def _resubmit(step: Step, job: Job, period_s: float) -> None:
 
 
 def placed_anew(step: Step, job: Job) -> tuple[Cluster, Placed | None]:
-    """Where the policy would place a job if it were new, and the cluster with the job there."""
+    """Place a job as if it were new. Returns a copy of the cluster with the result, and the
+    placement."""
     after = groups.copy(step.state.cluster)
     member = groups.group_of(after, str(job.key)).members[str(job.key)]
     groups.leave(after, member.job)
@@ -167,9 +173,10 @@ def _is_there(member: Member, placed: Placed) -> bool:
 
 
 def ask(step: Step) -> None:
-    """Have moves computed if a job has come or left and the policy plans for the whole cluster.
+    """Request a plan if jobs have come or left and the policy plans for the whole cluster.
 
-    One plan is computed at a time. A job that comes or leaves meanwhile has it computed again.
+    Only one plan is computed at a time. A job that comes or leaves in the meantime causes another
+    one.
     """
     state = step.state
     if not state.is_replan_due or state.replanning:
@@ -184,10 +191,11 @@ def ask(step: Step) -> None:
 
 
 def unanswered(state: State) -> ComputeReplan | None:
-    """The question that the core still waits for, after a restart: nobody may be computing it any
-    more.
+    """Return the outstanding replan request after a restart, since its computation may have been
+    lost.
 
-    It must be answered even if there is nothing to plan, because nothing else is asked before.
+    It must be answered even if there is nothing to plan, because the core makes no other request
+    until then.
     """
     return _question(state, state.replanning) if state.replanning else None
 
@@ -198,7 +206,7 @@ def _question(state: State, as_of: int) -> ComputeReplan:
 
 
 def compute(asked: ComputeReplan) -> ReplanComputed:
-    """The moves that the policy plans. Pure; too slow for the scheduler's loop."""
+    """Compute the moves that the policy plans. Pure, but too slow for the scheduler's loop."""
     replan = PLACEMENT[asked.placement].replan
     versions = {name: group.version for name, group in asked.cluster.groups.items()}
     homes = dict(asked.cluster.placed)
@@ -221,7 +229,7 @@ def _planned(move: Move) -> PlannedMove:
 
 
 def answered(step: Step, event: ReplanComputed) -> None:
-    """Make the planned moves that still hold."""
+    """Make the planned moves that are still valid."""
     state = step.state
     if event.as_of != state.replanning:
         return  # answered twice, by two leaders
@@ -236,8 +244,10 @@ def answered(step: Step, event: ReplanComputed) -> None:
 
 
 class _Plan:
-    """Planned moves, which build on one another: once one is left out, later moves of its groups
-    are left out, too."""
+    """Planned moves, which build on one another.
+
+    If a move is skipped, later moves that involve its groups are skipped too.
+    """
 
     def __init__(self, step: Step, event: ReplanComputed) -> None:
         self._step = step
@@ -249,7 +259,7 @@ class _Plan:
             for name, version in event.versions.items()
             if name in known and known[name].version == version
         }
-        """By the plan's name of a group its real name, for groups that are as the plan has them."""
+        """Group name in the plan → actual group name, for groups that are still as planned."""
 
     def make(self, move: PlannedMove) -> None:
         made = ""
@@ -286,8 +296,8 @@ class _Plan:
         )
 
     def _takes(self, host: Host, pool: Pool, need: Need, group: str) -> bool:
-        """Whether a node can still be taken: it may have changed while it was away, or be in
-        use."""
+        """Whether a node is still available: it may be in use by now, or have changed while it was
+        away."""
         free = self._step.state.cluster.free.get(pool, [])
         is_there = host.pool == pool and nodes.is_usable(host, need)
         return is_there and (host.group == group if host.group else host.node in free)

@@ -1,5 +1,5 @@
-"""Policies: pure functions, each in a file of its own and on one line of `registry`.
+"""Policies: pure functions, one file each, registered in `registry`.
 
-An ordering policy is shown a `device_view.DeviceView`, a placement policy a
-`state.cluster.Cluster`.
+An ordering policy reads a `device_view.DeviceView`, a placement policy a `state.cluster.Cluster`, a
+multiplexing policy a `sharing_view.SharingView`.
 """

@@ -1,7 +1,7 @@
-"""The view that an ordering policy gets of a free device, and the answers that it can give.
+"""The input and output of ordering policies: a view of a free device, and the choice for it.
 
-A policy is a pure function on a `DeviceView`: it chooses one of the candidates, or says until when
-the device should rather wait. A policy that waits states its own bound; the caller sets none.
+A policy is a pure function of a `DeviceView`. It chooses one of the candidates, or makes the device
+wait until a given time. A policy that waits must bound the wait itself; the caller does not.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ Key = tuple[float, bool, int, str]
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """The first ready operation of one deployment."""
-
     operation: str
-    """The operation's key."""
+    """Key of the operation."""
     deployment: str
     job: str
     arrival_s: float
-    """When the operation was queued and all that it waits for on other deployments was done."""
+    """When the operation became ready: it was queued and its dependencies on other deployments were
+    done."""
     arrival: int
-    """Log sequence of the operation; breaks ties."""
+    """Log sequence number of the operation; breaks ties."""
     duration_s: float
-    """Estimated duration; for a running operation what is left of it."""
+    """Estimated duration. For a running operation, the estimated remaining time."""
     switch_s: float
-    """Offload and load that running it would cost now; 0 where it is resident."""
+    """Cost of switching the deployment in now: offload and load. 0 if it is resident."""
     setup_s: float = 0.0
-    """Offload and load of the deployment, resident or not."""
+    """Offload and load time of the deployment, whether or not it is resident."""
     phase_s: float = 0.0
-    """Time of the work that its job usually does once it is on the device, with this operation."""
+    """Total time of what the job usually runs in one phase on the device, including this
+    operation."""
     back_s: float = 0.0
-    """Switching back in what it would displace of the resident job; 0 where that is nothing."""
+    """Cost of later switching the displaced resident job back in. 0 if nothing is displaced."""
     slack_s: float = math.inf
-    """Time that its job may still be kept from running before it misses its SLO."""
+    """How long the job may still be delayed before it misses its SLO."""
     served: int = 0
-    """Log sequence at which its job's operations last began on the device; 0: never."""
+    """Log sequence number at which the job's operations last started on the device. 0 if never."""
     continues: bool = False
-    """Whether it belongs to the phase that the resident job is in."""
+    """Whether the operation belongs to the resident job's current phase."""
     is_running: bool = False
-    """Whether it runs now. Such a candidate begins a plan and is never one to choose from: nothing
-    is preempted."""
+    """Whether the operation is running. A running candidate starts a plan, but is never a choice,
+    because nothing is preempted."""
 
     @property
     def leaving_s(self) -> float:
-        """The two switches that choosing it costs: away from the resident job, and back."""
+        """Cost of both switches if this is chosen: away from the resident job, and back to it."""
         return self.switch_s + self.back_s if self.back_s else 0.0
 
     def waited_s(self, now_s: float) -> float:
@@ -56,79 +56,79 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def by_arrival(self) -> Key:
-        """A key that breaks every tie: earlier arrival, the running one, the log's order, the
-        key."""
+        """Sort key without ties: earlier arrival, running first, log order, operation key."""
         return (self.arrival_s, not self.is_running, self.arrival, self.operation)
 
 
 class Resident(msgspec.Struct, frozen=True):
-    """The job that used the device last, while its turn may go on."""
+    """The job that used the device last, while its turn may continue."""
 
     job: str
     since_s: float
-    """When it took the device."""
+    """When the job acquired the device."""
     idle_since_s: float
-    """When its last operation there ended."""
+    """When its last operation on the device ended."""
     at_s: float = math.inf
-    """When its next operation there is predicted; inf: not known."""
+    """Predicted time of its next operation on the device; inf if unknown."""
     late_s: float = math.inf
-    """Time from which on that prediction counts as wrong."""
+    """Time after which that prediction counts as wrong."""
     phase_until_s: float = 0.0
-    """Time until which its phase is taken to go on though nothing of it is ready; 0: it is over."""
+    """Time until which its phase is assumed to continue although nothing is ready. 0: the phase is
+    over."""
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A job that is pinned to the device."""
+    """A job of the node group, whose turns on the device round robin serves."""
 
     job: str
     until_s: float
-    """Time until which its next phase is to be waited for; a past time: not at all."""
+    """Time until which the device waits for its next phase. A past time means no wait."""
 
 
 class DeviceView(msgspec.Struct, frozen=True):
     now_s: float
     candidates: Sequence[Candidate]
-    """At least one candidate; each of another deployment."""
+    """The first ready operation of each deployment. Never empty."""
     resident: Resident | None = None
     members: Sequence[Member] = ()
-    """Members by round-robin position, from the one after the last that was served. Filled only
-    for policies that use it."""
+    """Jobs in round-robin order, starting after the one served last. Only filled for policies that
+    use it."""
     may_wait: bool = False
-    """Whether the answer may be `Wait`. It must be a candidate where the policy is not one that
-    waits, or only the order is asked for."""
+    """Whether the policy may return `Wait`. False if it never waits, or if the caller only needs an
+    order."""
 
     def of(self, job: str) -> list[Candidate]:
-        """The job's candidates, by arrival."""
+        """Candidates of a job, earliest arrival first."""
         return sorted([c for c in self.candidates if c.job == job], key=lambda c: c.by_arrival)
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """An answer: leave the device idle for something that is expected."""
+    """Leave the device idle for an expected operation."""
 
     until_s: float
-    """A later time; then, or when anything happens on the device, the policy is asked again."""
+    """A later time. The policy decides again then, or earlier if anything happens on the device."""
     job: str
-    """The job that the device waits for."""
+    """The job for which the device waits."""
     why: str
-    """The reason, for people."""
+    """Reason, shown to users."""
 
 
 class Entry(msgspec.Struct, frozen=True):
     operation: str
     start_s: float
-    """Start, after the switch."""
+    """Start of the operation itself, after any switch."""
     end_s: float
 
 
 def timeline(ordered: Sequence[Candidate], now_s: float) -> list[Entry]:
-    """When each operation of an order would begin and end, one after the other.
+    """Predict when each operation starts and ends if they run one after another in this order.
 
-    What is resident now has to be switched in again once another job came in. A job that has come
-    in stays until another one does: its next operations begin without a switch.
+    A job that is resident now must be switched in again after another job was switched in. The job
+    that was switched in last runs further operations without a switch.
 
-    Source: PlexRL §4.4, Algorithm 1, lines 13-24. Deviation: a switch is charged once and where it
-    happens, before the operation that needs it; the algorithm as printed charges it inside every
-    operation that waits, and once more at the head.
+    Source: PlexRL §4.4, Algorithm 1, lines 13-24. Deviation: each switch is charged once, before
+        the operation that needs it. The printed algorithm charges it inside every waiting
+        operation, and again at the head of the timeline.
     """
     entries: list[Entry] = []
     cursor_s = now_s
@@ -150,14 +150,14 @@ def timeline(ordered: Sequence[Candidate], now_s: float) -> list[Entry]:
 
 class Ordering(NamedTuple):
     choose: Callable[[DeviceView], Candidate | Wait]
-    """The choice: a pure function with explicit ties."""
+    """Choose the next operation, or wait. A pure function that breaks ties explicitly."""
     why: Callable[[Candidate, DeviceView], str]
-    """The reason for or against a candidate now, for people."""
+    """Describe to users why the candidate is preferred or not at this moment."""
     may_wait: bool = False
-    """Whether the policy ever waits; if so it is asked about a lone candidate, too."""
+    """Whether the policy may wait. If so, it is also consulted when there is only one candidate."""
     is_strict: bool = False
-    """Whether nobody overtakes: a choice that cannot begin on all of its devices is waited for."""
+    """Whether a choice that cannot start on all of its devices yet blocks later candidates."""
     weighs: bool = True
-    """Whether the policy uses durations and slack; otherwise candidates come without them."""
+    """Whether the policy uses durations and slack. If not, candidates come without them."""
     timeline: Callable[[Sequence[Candidate], float], list[Entry]] = timeline
-    """When each operation of an order would begin and end."""
+    """Predict the start and end of each operation of an order."""

@@ -1,8 +1,9 @@
-"""Policies on chains of sub-stages, asked whether an operation begins beside the one that runs.
+"""Multiplexing policies that plan on chains: may an operation start next to the running one?
 
-Two jobs' chains are predicted from what runs, what is queued behind it, and the durations that the
-profiler has measured: whatever share they were measured with, so that training which has mostly run
-on a part of the device is taken to be longer than it would be on all of it.
+A chain is the predicted sequence of a job's sub-stages: the running operation, those queued behind
+it, and what usually follows, with the durations measured by the profiler. Measured durations
+include the share under which an operation ran, so training that mostly ran on part of a device
+appears longer than it would be on the whole device.
 """
 
 from __future__ import annotations
@@ -11,20 +12,21 @@ from phaseloom.scheduler.core.planning.chains import WAIT, Pair, Place, Policy, 
 from phaseloom.scheduler.core.policies.sharing_view import Claim, Multiplexing, SharingView
 
 TOLERANCE = 0.1
-"""The difference of progress, as a share of the time, that a policy lets stand on a live device.
-Live progress is known roughly: what an operation loses by company is not counted, and a job that
-waits of its own accord is taken to get on."""
+"""Progress difference between two jobs, as a fraction of the time, that counts as equal on a live
+device. Live progress is only approximate: slowdowns by co-located operations are not counted, and a
+job that waits by its own choice counts as progressing."""
 
 
 def by_chains(choose: Policy, otherwise: Multiplexing, *, looks_ahead: bool) -> Multiplexing:
-    """A multiplexing policy that goes by one on chains of two jobs.
+    """Build a multiplexing policy from a policy on the chains of two jobs.
 
-    Args: otherwise: decides where no second job comes to one that runs, where three would run, or
-              where nothing is known: no table of slowdowns, no prediction.
-          looks_ahead: whether the policy goes by what comes after the operations at hand. Then
-              `otherwise` also decides where that is not known of one of the jobs. The job's
-              controller awaits the operation, and what it calls then comes the later, the later
-              that ends: as if the job were through, its operation would be put off for nothing.
+    Args: otherwise: the policy for all other cases: not exactly two jobs, no table of slowdowns, or
+        no prediction.
+          looks_ahead: whether `choose` considers what follows the current operations. If so,
+              `otherwise` also decides when the follow-up operations of one of the jobs are unknown.
+              A job with an unknown future looks as if it were about to finish, so its operation
+              would be postponed for nothing. In fact, its controller calls the next operation only
+              after this one has ended.
     """
 
     def share(view: SharingView) -> list[int] | None:
@@ -49,8 +51,8 @@ def by_chains(choose: Policy, otherwise: Multiplexing, *, looks_ahead: bool) -> 
 
 
 def _progress(first: Claim, second: Claim) -> Progress:
-    """How far each would have come in the time for which the younger one is there, at the pace that
-    it has had."""
+    """Estimate both jobs' progress over the younger job's lifetime, at their average pace so
+    far."""
     time_s = min(first.age_s, second.age_s)
     done_s = [
         time_s * (1 - each.lag_s / each.age_s) if each.age_s else 0.0 for each in (first, second)
@@ -59,7 +61,7 @@ def _progress(first: Claim, second: Claim) -> Progress:
 
 
 def _counts(view: SharingView, option: int, rates: Rates) -> list[int] | None:
-    """The units of each under the chosen split. What one does not keep busy the other one has."""
+    """Units of each claim under the chosen split. Units that one cannot use go to the other."""
     if 0.0 in rates:
         return None
     assert view.slowdowns is not None

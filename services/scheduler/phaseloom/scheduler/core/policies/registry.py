@@ -1,4 +1,4 @@
-"""Every policy by the name that a configuration gives it: one file and one line each."""
+"""The policies by their configuration names: one file and one line each."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ def check_policies(
     *,
     section: str = "",
 ) -> None:
-    """Check that policies of these names are registered, and that the percentile is one.
+    """Check the names of the policies and the percentile.
 
-    Args:   section: prefix of the field that an error names.
+    Args: section: prefix of the field name in errors.
     Raises: CallerError: a policy is unknown (the remedy lists the known ones), or the percentile is
-            not within 0 and 100.
+        not between 0 and 100.
     """
     if not 0 <= slo_percentile <= 100:
         raise CallerError(

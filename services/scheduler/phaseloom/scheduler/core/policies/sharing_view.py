@@ -1,8 +1,9 @@
-"""The view that a multiplexing policy gets of a device that several operations may divide.
+"""The input of multiplexing policies: the operations that may share a device.
 
-Ordering says who is next; multiplexing says beside whom, and with how many of the device's compute
-units. A policy is a pure function on a `SharingView`. It is asked about a newcomer whose memory
-fits beside what runs, and again about those that run whenever one of them has ended.
+The ordering policy decides which operation is next. The multiplexing policy decides whether it runs
+next to the running ones, and with how many of the device's compute units. A policy is a pure
+function of a `SharingView`. It is called for a newcomer whose memory fits alongside the running
+operations, and again for the remaining operations whenever one ends.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _SUB_STAGES: dict[str, tuple[str, ...]] = {
     "forward_backward": ("train",),
     "optim_step": ("train",),
 }
-"""The kinds of sub-stages that an operation goes through, in any order."""
+"""Operation kind → the kinds of sub-stages that it goes through, the usual one first."""
 
 
 def stages_of(kind: str, most_units: int) -> tuple[str, ...]:
-    """The kinds of sub-stages that an operation of a kind may be in, the usual one first."""
+    """Kinds of sub-stages that an operation of this kind may be in, the usual one first."""
     if kind == "forward":
         # A forward pass on all units divides as training does; one on a single unit does not.
         return ("reference",) if most_units == 1 else ("train",)
@@ -34,39 +35,37 @@ def stages_of(kind: str, most_units: int) -> tuple[str, ...]:
 
 
 def alike(stage: str) -> tuple[str, ...]:
-    """The kinds of sub-stages that an operation may be in whose usual one this is."""
+    """Kinds of sub-stages of the operations that are usually in this one."""
     return next((each for each in _SUB_STAGES.values() if each[0] == stage), (stage,))
 
 
 MARGIN = 0.05
-"""The gain below which nothing begins beside others: a table has errors, and a change of shares
-costs something too."""
+"""Minimum gain for starting an operation next to others. The table has errors, and changing shares
+has a cost."""
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """A deployment that runs on the device, or is about to."""
+    """A deployment that runs on the device or is about to."""
 
     deployment: str
     job: str
     kinds: tuple[str, ...]
-    """The kinds of the deployment's operations that run, or would begin."""
+    """Kinds of the deployment's operations that are running or would start."""
     most_units: int = 0
-    """The most units that the deployment keeps busy; 0: all that there are."""
+    """Maximum number of units that the deployment can use. 0: all."""
     ahead: Chain = ()
-    """The sub-stages that the job is predicted to go through on the device from now on: what is
-    left of the operation, then what is queued behind it. Empty: nothing is predicted, or the policy
-    does not ask for predictions."""
+    """Predicted sub-stages of the job on the device: the rest of the current operation, then those
+    queued behind it. Empty if nothing is predicted or the policy does not use predictions."""
     age_s: float = 0.0
-    """Seconds since the job's first operation."""
     lag_s: float = 0.0
-    """Seconds since the job's first operation in which other jobs or a switch kept it waiting."""
+    """Seconds for which other jobs or switches have delayed the job since its first operation."""
 
     @property
     def fills(self) -> bool:
-        """Whether the deployment keeps every unit of the device busy, given the chance.
+        """Whether the deployment can keep every unit of the device busy.
 
-        Decoding does not: a step reads the weights for a few rows. Neither does an operation whose
-        work is to move state, nor a runtime that works on one unit.
+        Decoding cannot: a step reads the weights for only a few rows. Neither can operations that
+        move state, nor runtimes that use one unit.
         """
         return self.most_units != 1 and not all(
             KINDS[kind].shares_calls or KINDS[kind].moves_state for kind in self.kinds
@@ -74,23 +73,24 @@ class Claim(msgspec.Struct, frozen=True):
 
     @property
     def stages(self) -> list[str]:
-        """The kinds of sub-stages that the operations may be in; none for operations that move
-        state, which a table of slowdowns does not have."""
+        """Kinds of sub-stages that the operations may be in. Empty for operations that move state,
+        which the table of slowdowns does not cover."""
         return [stage for kind in self.kinds for stage in stages_of(kind, self.most_units)]
 
 
 class SharingView(msgspec.Struct, frozen=True):
     units: int
-    """The compute units of the device."""
+    """Number of compute units of the device."""
     num_jobs: int
-    """How many jobs are placed on the device."""
+    """Number of jobs placed on the device."""
     running: list[Claim]
-    """The claims that run, in the order in which they came."""
+    """Running claims, in the order in which they started."""
     newcomer: Claim | None = None
-    """The claim that would begin beside those that run; None: only these divide the device."""
+    """The claim that would start next to the running ones. None: only the running ones share the
+    device."""
     slowdowns: SlowdownTable | None = None
-    """How much slower each kind of sub-stage is with a share and beside another, as it was
-    measured; None: nothing is known."""
+    """Measured slowdowns of each kind of sub-stage, by share and by neighbour. None: not
+    measured."""
 
     @property
     def claims(self) -> list[Claim]:
@@ -100,12 +100,13 @@ class SharingView(msgspec.Struct, frozen=True):
 def speeds(
     table: SlowdownTable, units: int, claims: Sequence[Claim], counts: Sequence[int]
 ) -> list[float]:
-    """The speeds of claims that run side by side.
+    """Predict the speeds of claims that run side by side.
 
-    Where an operation may be in one of several sub-stages, the one that is slowed down most counts.
+    If an operation may be in several sub-stages, the slowest one counts.
 
-    Args:    units: the compute units of the device. counts: the units that each claim has.
-    Returns: the speed of each claim; 1: as fast as alone on the whole device.
+    Args: units: compute units of the device.
+          counts: units of each claim.
+    Returns: the speed of each claim, where 1 is the speed of running alone on the whole device.
     """
     found = []
     for place, (claim, count) in enumerate(zip(claims, counts, strict=True)):
@@ -121,14 +122,16 @@ def speeds(
 
 
 def rollouts_beside(table: SlowdownTable, units: int) -> tuple[float, ...]:
-    """How many times as long as alone a rollout takes beside one other, beside two, and so on, on a
-    device of so many units.
+    """Worst-case slowdown of a rollout with 1, 2, … neighbours, relative to running alone.
 
-    Everything is at its worst: the sub-stage of a rollout that is slowed down most, the greatest
-    slowdown that was measured of it, a single unit for each rollout. The numbers go on as long as
-    one more rollout surely gets more done, by `MARGIN` at least.
+    Assumes the slowest sub-stage of a rollout, the greatest measured slowdown, and one compute unit
+    for each rollout. The sequence stops before the first neighbour that does not raise the combined
+    speed by at least `MARGIN`.
 
-    Returns: the numbers; none where nothing is sure, or the table lacks a sub-stage of rollouts.
+    Args: units: compute units of the device.
+    Returns: one slowdown per number of neighbours. Empty if sharing gives no certain gain, or if
+        the
+        table lacks a sub-stage of rollouts.
     """
     stages = _SUB_STAGES["generate"]
     if any(stage not in table.kinds for stage in stages):
@@ -150,12 +153,15 @@ def rollouts_beside(table: SlowdownTable, units: int) -> tuple[float, ...]:
 
 class Multiplexing(NamedTuple):
     share: Callable[[SharingView], list[int] | None]
-    """How many units each of `claims` gets, in their order: at least one each, and no more than
-    there are together. None: the newcomer does not begin beside those that run."""
+    """Decide the number of units of each of `view.claims`, in their order.
+
+    Each claim gets at least one unit, and together they get at most all of them. None: do not start
+    the newcomer next to the running claims.
+    """
     is_on: bool = True
-    """Whether anything ever runs beside anything."""
+    """Whether operations may ever run side by side."""
     predicts: bool = False
-    """Whether the policy goes by `ahead` of the claims."""
+    """Whether the policy uses the claims' `ahead`."""
     is_eager: bool = False
-    """Whether whatever gets more done beside others begins at once, so that a placement policy can
-    count on it."""
+    """Whether an operation always starts as soon as sharing gains, so that placement policies can
+    rely on it."""

@@ -1,1 +1,1 @@
-"""Policies that exist to be compared with: what papers and peers do."""
+"""Baselines: policies from papers and peer systems, for comparison."""

@@ -1,1 +1,2 @@
-"""Multiplexing policies: what runs beside what on a device of several compute units."""
+"""Multiplexing policies: which operations run side by side on a device with several compute
+units."""

@@ -1,11 +1,11 @@
-"""What gets most done begins beside what runs, as long as neither job falls behind the other.
+"""Maximize throughput while neither of two jobs falls behind the other.
 
-Of the ways to share the device, and of leaving the newcomer waiting, it takes the one that gets
-most done among those that keep the two jobs' progress level, or bring them nearer: each against
-what it would have done alone. A tenth is level. Where it cannot predict, it decides as `greedy`
-does.
+The policy compares all options: make the newcomer wait, or run it side by side with one of the
+possible splits of the device. It considers those that keep the two jobs' progress level or bring it
+closer together, and takes the one with the highest throughput. Progress is measured against running
+alone; a difference of up to a tenth counts as level. Without predictions it decides like `greedy`.
 
-Source: JigsawRL §5.5 has the aim, that the slower job is protected; the rule is ours.
+Source: JigsawRL §5.5 has the aim of protecting the slower job. The rule is ours.
 """
 
 from __future__ import annotations

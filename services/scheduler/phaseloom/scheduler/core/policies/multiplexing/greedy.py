@@ -1,17 +1,17 @@
-"""Whatever is next begins beside what runs, where that gets more done just now.
+"""Start the next operation next to the running ones if that raises throughput right now.
 
-It stops nothing and looks at nothing but what runs and what comes next.
+Considers only the running operations and the next one, and never stops any.
 
-With a table of slowdowns, an operation begins beside others where all of them together are then
-faster, by `MARGIN` at least, than those that run already, and than one after the other. The units
-are divided so that most gets done.
+With a table of slowdowns, an operation starts if the combined speed is then higher, by at least
+`MARGIN`, than both the present combined speed and that of running one after another. The units are
+divided to maximize the combined speed.
 
-Without a table, an operation begins where at most one of those that run would fill the device: two
-of training, say, are never put side by side, since where memory bandwidth bounds them there is
-nothing to gain. All have equal parts then, but none more units than it keeps busy.
+Without a table, an operation starts if at most one of the resulting operations fills the device.
+For example, two training operations never run side by side: if memory bandwidth limits them, there
+is nothing to gain. All get equal shares, but no more units than they can use.
 
-Source: JigsawRL §4.2. Deviation: no look-ahead; on the reference's model greedy sharing that stops
-nothing comes within 2 % of the optimum.
+Source: JigsawRL §4.2. Deviation: no look-ahead. On the reference's model, greedy sharing without
+    preemption comes within 2 % of the optimum.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _by_kind(view: SharingView) -> list[int] | None:
 
 def _by_table(view: SharingView, table: SlowdownTable) -> list[int] | None:
     def gain(counts: list[int], i: int) -> float:
-        """What one more unit for a claim adds to the speed of all."""
+        """Return the combined speed if claim `i` had one more unit."""
         more = [count + (place == i) for place, count in enumerate(counts)]
         return sum(speeds(table, view.units, view.claims, more))
 
@@ -63,8 +63,10 @@ def _by_table(view: SharingView, table: SlowdownTable) -> list[int] | None:
 def _divide(
     units: int, claims: Sequence[Claim], worth: Callable[[list[int], int], float]
 ) -> list[int]:
-    """A unit for each; then one at a time for the claim for which it is worth most, the first among
-    equals, as long as any keeps one more busy."""
+    """Divide the units: one per claim, then each further unit where it is worth most.
+
+    Ties go to the first claim. A claim gets no more units than it can use.
+    """
     counts = [1] * len(claims)
     for _ in range(units - len(claims)):
         takers = [i for i, c in enumerate(claims) if not c.most_units or counts[i] < c.most_units]

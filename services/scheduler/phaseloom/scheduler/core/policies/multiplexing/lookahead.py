@@ -1,12 +1,13 @@
-"""What leads to the least expected end begins: beside what runs, or after it.
+"""Choose by the earliest expected end of both jobs: start the next operation side by side, or
+after.
 
-It tries all choices of the next three decisions of the two jobs, on the durations that the profiler
-has measured and a table of slowdowns. So it may leave a pair that gains now for one that gains more
-later. Where it cannot predict, or knows no more of a job than the operation at hand, it decides as
-`greedy` does.
+Tries all options of the two jobs' next three decisions, using the durations measured by the
+profiler and a table of slowdowns. It may therefore forgo a gain now for a larger one later. Without
+predictions, or if only a job's current operation is known, it decides like `greedy`.
 
-Source: JigsawRL §4.4. Deviations: nothing that runs is stopped; the cost beyond the window, which
-the paper leaves open, is the longer rest and a part of the shorter one.
+Source: JigsawRL §4.4. Deviations: running operations are never stopped. The paper does not define
+    the cost beyond the window; here it is the longer job's remaining time plus a fraction of the
+    shorter one's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Nothing runs beside anything: devices are shared in time alone."""
+"""Never run operations side by side: devices are shared in time only."""
 
 from __future__ import annotations
 

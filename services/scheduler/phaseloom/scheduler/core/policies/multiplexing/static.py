@@ -1,8 +1,7 @@
-"""Each job has a fixed part of the device, whether or not another one has work.
+"""Give each job a fixed part of the device, whether or not the other jobs have work.
 
-The rival of `greedy`: a partition as an operator would make it by hand. One deployment of a job
-runs at a time. Where more jobs are placed on a device than it has units, some of them wait for a
-part.
+The alternative to `greedy`: a partition as an operator would configure it by hand. Only one
+deployment of a job runs at a time. If a device has more jobs than units, some jobs wait for a part.
 """
 
 from __future__ import annotations

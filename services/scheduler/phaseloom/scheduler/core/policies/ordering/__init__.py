@@ -1,1 +1,1 @@
-"""Ordering policies that people run: which of the ready operations of a device runs next."""
+"""Ordering policies for production: which of a device's ready operations runs next."""

@@ -1,7 +1,7 @@
-"""First come, first served: on every device a queue in the order of arrival.
+"""First come, first served: each device runs operations in order of arrival.
 
-Co-execution groups without a barrier run like this, too: a phase joins its node's queue when the
-phase before it has ended, and runs when it is at the head.
+Co-execution groups without a barrier also run like this: a phase joins the queue of its node when
+the preceding phase ends, and runs when it reaches the head.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from phaseloom.scheduler.core.policies.device_view import Candidate, DeviceView,
 
 
 def _choose(view: DeviceView) -> Candidate:
-    """The earliest arrival; ties: the earlier log entry, then the key."""
+    """Return the earliest arrival. Ties go to the earlier log entry, then the key."""
     return min(view.candidates, key=lambda c: c.by_arrival)
 
 

@@ -1,8 +1,8 @@
 """Highest response ratio with setup (PlexRL §4.4, eq. 3-4).
 
-Deviation: Algorithm 1 as printed charges the switch to every waiting operation; here, as eq. 3
-says, only to those that would switch (`hrrs_literal` is the printed form). A running operation is
-scored with what is left of it, and is not preempted.
+Deviation: the printed Algorithm 1 charges a switch to every waiting operation. This policy follows
+    eq. 3 and charges only operations that would actually switch (`hrrs_literal` is the printed
+    form). A running operation is scored by its remaining time and is never preempted.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ _SHORTEST_S = 1e-6
 
 
 def response_ratio(waited_s: float, service_s: float) -> float:
-    """(W + S) / S: 1 for what has not waited, whatever it takes."""
+    """Return (W + S) / S. An operation that has not waited has ratio 1, regardless of its service
+    time."""
     service_s = max(service_s, _SHORTEST_S)
     return (waited_s + service_s) / service_s
 
 
 def score(candidate: Candidate, now_s: float) -> float:
-    """(W + S) / S with S = E + [switch]·(T_offload + T_load)."""
+    """Return (W + S) / S, where S = duration + (offload + load, if it must switch)."""
     service_s = candidate.duration_s + candidate.switch_s
     return response_ratio(candidate.waited_s(now_s), service_s)
 
 
 def highest(candidates: Iterable[Candidate], now_s: float) -> Candidate:
-    """The highest score; ties: earlier arrival, the running one, then log entry, then key."""
+    """Return the highest score. Ties go to the earlier arrival, the running operation, the log
+    entry and the key, in that order."""
     return min(candidates, key=lambda c: (-score(c, now_s), c.by_arrival))
 
 

@@ -1,17 +1,17 @@
-"""HRRS that looks ahead: a switch is put off where the resident job is worth waiting for.
+"""HRRS with anticipation: delay a switch while waiting for the resident job is cheaper.
 
-Past PlexRL §4.4: an operation that has not waited has ratio 1, the least there is, so that under
-HRRS the next operation of a job that submits serially always loses against any that waits, and
-every operation is a switch. Here the resident job keeps the device
+Goes beyond PlexRL §4.4. An operation that has not waited has the minimum ratio of 1. So under HRRS
+the next operation of a job that submits one operation at a time always loses to any waiting
+operation, and every operation causes a switch. Here the resident job keeps the device in two cases:
 
-- while it has an operation ready that takes less time than leaving would cost it: the phase of the
-  job that HRRS would run instead, and the two switches, away and back;
-- while it has none ready, if the next one is predicted after a time that is worth less than these
-  two switches; until that is overdue, and never for longer than the two switches take together, so
-  that a wrong prediction at most doubles the cost of having left at once.
+- It has a ready operation that takes less time than leaving would cost. That cost is the phase of
+  the job that HRRS would run instead, plus the two switches, away and back.
+- It has no ready operation, but the next one is predicted soon enough to cost less than the two
+  switches. The device then waits until the prediction is overdue, but never longer than the two
+  switches take. A wrong prediction thus at most doubles the cost of having left at once.
 
-Both end when somebody else has waited in this turn for so long that its response ratio counted from
-the turn's beginning reaches `STARVED`, or when its SLO has no more room. Otherwise: HRRS.
+The turn ends when another job reaches the response ratio `STARVED`, counted from the start of this
+turn, or when another job has no slack left in its SLO. In all other cases plain HRRS decides.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from phaseloom.scheduler.core.policies.device_view import (
 from phaseloom.scheduler.core.policies.ordering.hrrs import highest, why
 
 STARVED = 8.0
-"""Response ratio of this turn's waiting at which the resident job's turn ends."""
+"""Give up the device once another job's response ratio, counted from the start of this turn,
+reaches this value."""
 LEEWAY = 0.25
-"""Least lateness that a prediction is allowed, as a share of the two switches."""
+"""Minimum lateness that a prediction is allowed, as a fraction of the two switches."""
 
 
 def _choose(view: DeviceView) -> Candidate | Wait:
@@ -55,7 +56,7 @@ def _is_worth_it(
     rival: Candidate,
     others: list[Candidate],
 ) -> bool:
-    """Whether the resident job's operation should go before the one that HRRS prefers."""
+    """Whether the resident job's operation should run before the one that HRRS prefers."""
     takes_s = first.switch_s + first.duration_s
     if takes_s >= max(rival.duration_s, rival.phase_s) + rival.leaving_s:
         return False
@@ -67,7 +68,7 @@ def _is_worth_it(
 def _until_s(
     view: DeviceView, resident: Resident, rival: Candidate, others: list[Candidate]
 ) -> float:
-    """Time until which the resident job's next operation is waited for; a past time: not at all."""
+    """Time until which to wait for the resident job's next operation. A past time means no wait."""
     given_up_s = resident.idle_since_s + rival.leaving_s
     overdue_s = max(resident.late_s, resident.at_s + LEEWAY * rival.leaving_s)
     starved_s = min(_starved_s(c, resident) for c in others)
@@ -77,7 +78,7 @@ def _until_s(
 
 
 def _starved_s(candidate: Candidate, resident: Resident) -> float:
-    """Time at which a candidate has waited too long in the resident job's turn."""
+    """Time at which a candidate has waited too long during the resident job's turn."""
     service_s = candidate.duration_s + candidate.switch_s
     return max(candidate.arrival_s, resident.since_s) + (STARVED - 1.0) * service_s
 

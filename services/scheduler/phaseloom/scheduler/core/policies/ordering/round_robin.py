@@ -1,13 +1,13 @@
-"""Round robin: every job of a group one phase a turn, in the order in which they joined.
+"""Round robin: each job of a group runs one phase per turn, in the order in which the jobs joined.
 
-The meta-iteration of WEAVE (§4.3): each job of a co-execution group runs exactly one rollout and
-one training phase in it, in one fixed order on every pool. A strict barrier: the device waits for
-the next in order even where another has something ready. A phase holds the device as long as
-operations of kinds that it has not run yet are ready or predicted soon. A job that joins, or comes
-back, enters the round that is running.
+This is WEAVE's meta-iteration (§4.3): each job of a co-execution group runs exactly one rollout and
+one training phase, in one fixed order on every pool. It is a strict barrier: the device waits for
+the next job in order even if another has work ready. A phase holds the device while operations of
+kinds that it has not run yet are ready or predicted soon. A job that joins or returns enters the
+current round.
 
-Deviation: a member that is not on its way (its controller or its workers are gone, it never ran
-anything, its next phase is overdue) is passed over until it comes, so that it blocks nobody.
+Deviation: a job that is not expected (its controller or workers are gone, it never ran anything, or
+    its next phase is overdue) is skipped until it has work, so it blocks no other job.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from phaseloom.scheduler.core.policies.device_view import Candidate, DeviceView,
 
 
 def _choose(view: DeviceView) -> Candidate | Wait:
-    """The next operation of the present phase; else that of the first member in order that is there
-    or waited for. Ties (one job's deployments): by arrival."""
+    """Return the next operation of the current phase, or else of the next job that is ready or
+    awaited.
+
+    Ties, between deployments of one job, go to the earlier arrival.
+    """
     resident = view.resident
     if resident is not None:
         own = view.of(resident.job)

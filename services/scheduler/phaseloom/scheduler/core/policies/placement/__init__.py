@@ -1,1 +1,1 @@
-"""Placement policies that people run: which nodes a job is pinned to, and with whom it shares."""
+"""Placement policies for production: which nodes a job gets."""

@@ -1,15 +1,17 @@
 """WEAVE's co-execution groups, as published (WEAVE §4.2, Algorithm 1).
 
-An arriving job goes where the marginal price is least: into the bubbles of a group, beside one with
-just enough new rollout nodes, or alone. No placement breaks residency or anybody's SLO, with the
-steady period of the strict round robin at worst-case durations. Pure; linear in the groups, which
-are looked at in the order in which they were made. Of equal prices the first found wins (line 13
-is strict), so the search ends at the first that costs nothing.
+A new job goes where its marginal price is lowest. The options are the idle gaps of a group's nodes,
+a group extended by just enough new rollout nodes, or nodes of its own. No placement may overcommit
+host memory or violate an SLO, given the steady period of the strict round robin at worst-case
+durations.
 
-Deviations: an exact fit in host memory is allowed; the SLO check takes the settled period, not one
-meta-iteration from an empty group; a switch is planned for each phase on shared nodes
-(`Limits.switch_s`); a group holds `Limits.max_group_jobs` at most; a job of few iterations is let
-in only where they suffice to make up for joining midway.
+Pure. Cost: linear in the groups, which are tried in order of creation. The first of equal prices
+wins (line 13 is strict), so the search stops at the first option that costs nothing.
+
+Deviations: an exact fit in host memory is allowed. The SLO check uses the settled period instead of
+one meta-iteration of an empty group. A switch is planned for each phase on shared nodes
+(`Limits.switch_s`). A group holds at most `Limits.max_group_jobs`. A job with few iterations is
+admitted only if they suffice to make up for joining midway.
 """
 
 from __future__ import annotations
@@ -52,11 +54,11 @@ from phaseloom.scheduler.core.state.cluster import (
 )
 
 SLACK = 1e-9
-"""Tolerance in comparisons of seconds."""
+"""Tolerance when comparing seconds."""
 
 
 class _Settled:
-    """A group that a job could join, with all that is the same for every placement on it."""
+    """A candidate group, with the facts that all placements of the job in it share."""
 
     def __init__(self, cluster: Cluster, group: Group, member: Member, job: Timing) -> None:
         self.cluster = cluster
@@ -74,8 +76,10 @@ class _Settled:
         return load_s(jobs) < cycle_s(jobs)
 
     def period_with(self, nodes: tuple[str, ...], budgets: list[Budget]) -> float | None:
-        """The steady period with the job on these rollout nodes; None where that period, or
-        joining, breaks somebody's SLO. Args: budgets: those of all."""
+        """Steady period with the job on these rollout nodes, or None if that violates an SLO.
+
+        Args: budgets: the budgets of all jobs, which must also cover the cost of joining midway.
+        """
         everybody = [*self.members, (self.job, nodes)]
         settled_s = period_s(phases(everybody, self.switch_s))
         allowed_s = min([timing.allowed_s for timing, _ in everybody])
@@ -84,40 +88,42 @@ class _Settled:
         return settled_s if _can_be_joined(budgets, settled_s) else None
 
     def budgets(self) -> list[Budget]:
-        """The budgets of all whose number of iterations is known."""
+        """Budgets of the jobs with a known number of iterations, including the new job."""
         timings = [*(timing for timing, _ in self.members), self.job]
         everybody = zip((*self.group.members.values(), self.member), timings, strict=True)
         return [budget_of(self.cluster, m, timing) for m, timing in everybody if m.num_iterations]
 
 
 def _can_be_joined(budgets: list[Budget], settled_s: float) -> bool:
-    """Whether joining midway keeps everybody's mean over its life within its SLO.
+    """Whether all jobs' mean iteration times stay within their SLOs if the job joins midway.
 
-    The newcomer waits for its turn, and the others for it once more than ever after. A job of few
-    iterations cannot make up for that; where their number is not known, it is assumed to.
+    Once, at the start, the new job waits for its turn and the others wait for it. A job with few
+    remaining iterations cannot make up for that. If the number of iterations is unknown, the job is
+    assumed to have enough.
     """
     return all([settled_s * (left + 1) <= budget_s + SLACK for left, budget_s in budgets])
 
 
 @dataclass
 class _Best:
-    """The cheapest placement that was found so far."""
+    """The cheapest placement so far."""
 
     price: float = inf
     placed: Placed | None = None
 
 
 def _promising(cluster: Cluster, member: Member, job: Timing, best: _Best) -> Iterator[Group]:
-    """The groups that could take a job by the train pool, the longest iteration and, where a new
-    rollout node would cost no less than the best placement does, the rollout nodes.
+    """Yield the groups that could have room for the job.
 
-    Every placement asks every group, so this is one loop without calls.
+    Checks the train pool and the longest iteration. If a new rollout node would not be cheaper than
+    the best placement so far, it also checks the rollout nodes. Every placement checks every group,
+    so this is a single loop without calls.
     """
     full, switch_s = cluster.limits.max_group_jobs, cluster.limits.switch_s
     allowed_s, train_s, solo_s = job.allowed_s, job.train_s, job.solo_s
     has_promise = member.slo > 0
     need = need_of(member, ROLLOUT)
-    # On a node that others use, too, there are the switches of at least two jobs.
+    # A shared node has the switches of at least two jobs.
     rollout_s = job.rollout_s + 2 * switch_s if need.num_nodes else -inf
     new = free_nodes(cluster, ROLLOUT, need, 1)
     new_price = price_per_hour(cluster, new) if new else inf
@@ -131,7 +137,7 @@ def _promising(cluster: Cluster, member: Member, job: Timing, best: _Best) -> It
         limit_s = (bounds.allowed_s if bounds.allowed_s < allowed_s else allowed_s) + SLACK
         if bounds.train_s + train_s + switch_s * (count + 1) > limit_s:
             continue
-        # Its train nodes alone saturate it: an iteration has two switches at most.
+        # The train nodes alone saturate the group: an iteration has at most two switches.
         if bounds.train_s + switch_s * (count - 2) >= bounds.solo_s + SLACK:
             continue
         if best.price <= new_price and bounds.rollout_s + rollout_s > limit_s:
@@ -141,7 +147,7 @@ def _promising(cluster: Cluster, member: Member, job: Timing, best: _Best) -> It
 
 
 def _by_load(settled: _Settled, nodes: list[NodeId]) -> list[NodeId]:
-    """Nodes by load, the least first; ties in the group's order."""
+    """Nodes sorted by load, least first; ties keep the group's order."""
     busy = dict.fromkeys(nodes, 0.0)
     for timing, used in settled.members:
         for node in used:
@@ -151,11 +157,12 @@ def _by_load(settled: _Settled, nodes: list[NodeId]) -> list[NodeId]:
 
 
 def _placements(settled: _Settled) -> Iterator[tuple[list[NodeId], list[NodeId]]]:
-    """Rollout nodes of the group, and new ones: direct packing, then scaling (line 6).
+    """Yield candidate (nodes of the group, new nodes) pairs: direct packing, then scaling (line 6).
 
-    For a job of one node: each node of the group, then a new one. For a job of several: node sets
-    that members of its size have, then windows over the nodes by load, then fewer and fewer nodes
-    of the group with new ones beside them; as many candidates as nodes, not as subsets.
+    For a job with one rollout node: each node of the group, then a new node. For a job with
+    several: node sets of members of the same size, then windows over the nodes sorted by load, then
+    ever fewer nodes of the group combined with new ones. The number of candidates grows with the
+    number of nodes, not of subsets.
     """
     cluster, member = settled.cluster, settled.member
     need = need_of(member, ROLLOUT)
@@ -201,7 +208,8 @@ def _place(cluster: Cluster, member: Member) -> Decision:
 
 
 def _cheapest(settled: _Settled, below: float) -> tuple[float, Placed] | None:
-    """The first of the least price among the placements on a group, where it is below `below`."""
+    """Return the cheapest placement in a group and its price, or None if none costs less than
+    `below`."""
     cluster, group, member = settled.cluster, settled.group, settled.member
     if not settled.has_slack():
         return None
@@ -209,7 +217,7 @@ def _cheapest(settled: _Settled, below: float) -> tuple[float, Placed] | None:
     if train is None:
         return None
     budgets = settled.budgets()
-    # No rollout nodes make the period shorter than it is without any: most groups end here.
+    # Without rollout nodes the period is shortest. Most groups are ruled out here.
     if settled.period_with((), budgets) is None:
         return None
     best: tuple[float, Placed] | None = None

@@ -1,14 +1,19 @@
-"""Co-execution without a barrier, repacked at departures: cheaper than strict round robin can be.
+"""Co-execution without a barrier, repacked when jobs leave. Cheaper than strict round robin allows.
 
-To be run with nodes that serve in order of arrival (`fcfs`). Deviations from WEAVE §4.2:
-- phases go on as soon as their nodes are free, so a group is not held to its longest job;
-- no pruning of saturated groups: the SLO check alone decides (T_load >= T_cycle can be within it);
-- the SLO bounds the mean over a job's life, so the check is of a budget (`weave/candidates.py`);
-- among placements the least price net of progress wins, not the least price: a job that slows
-  others lengthens what they pay for;
-- where devices are shared in space, by a table of slowdowns, rollouts that can be side by side wait
-  for nobody, and count as long as the greatest measured slowdown makes them (`weave/company.py`);
-- when a job has left, groups are taken apart where their members fit elsewhere (`weave/repack.py`).
+Use it with nodes that serve in order of arrival (`fcfs`). Deviations from WEAVE §4.2:
+
+- Phases start as soon as their nodes are free, so a group does not run at the pace of its longest
+  job.
+- Saturated groups are not pruned. Only the SLO check decides, because a group with T_load >=
+  T_cycle can still pass it.
+- The SLO bounds the mean over a job's life, so the check compares with a budget
+  (`weave/candidates.py`).
+- The placement with the lowest price net of progress wins, not the one with the lowest price. A job
+  that slows others down makes them pay for their nodes longer.
+- If devices are shared in space according to a table of slowdowns, rollouts that can run side by
+  side do not wait for each other. They count with the greatest measured slowdown
+  (`weave/company.py`).
+- When a job leaves, groups are dissolved if their members fit elsewhere (`weave/search.py`).
 """
 
 from __future__ import annotations
@@ -56,7 +61,7 @@ def _place(cluster: Cluster, member: Member) -> Decision:
 
 
 def _is_overloaded(cluster: Cluster, group: Group) -> bool:
-    """Whether somebody's budget does not cover its pace any more."""
+    """Whether the pace of some member exceeds its remaining budget."""
     everybody = tuple(candidate_of(cluster, member) for member in group.members.values())
     switch_s = cluster.limits.switch_s
     return not holds(everybody, switch_s, is_changed=False, view=view_of(cluster))

@@ -1,4 +1,4 @@
-"""Every job on nodes of its own: what PlexRL §6.3 and WEAVE §6 compare with."""
+"""Every job on its own nodes: the baseline of PlexRL §6.3 and WEAVE §6."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Member, Pl
 
 
 def _place(cluster: Cluster, member: Member) -> Decision:
-    """The first free nodes by name."""
+    """Place the job on the first free nodes by name."""
     placed = on_free_nodes(cluster, member)
     return placed or Waits(f"isolated: it takes {alone_takes(cluster, member)}")
 

@@ -1,6 +1,6 @@
-"""The group with the most jobs that can take one more (PlexRL §6.3); free nodes last.
+"""The group with the most jobs that has room for one more (PlexRL §6.3); free nodes last.
 
-Fewest nodes in use, most waiting.
+Uses the fewest nodes, at the price of the longest waits.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Member, Pl
 
 
 def _place(cluster: Cluster, member: Member) -> Decision:
-    """A place in the fullest group.
+    """Place the job in the fullest group with room.
 
-    A best-effort job of unknown cycle may share a group of any number of jobs: there is no estimate
-    that the limit could protect.
+    The limit on jobs per group protects cycle estimates. A best-effort job of unknown cycle has
+    none, so the limit does not apply to it.
     """
     is_counted = member.cycle is not None or member.slo > 0
     return join_or_open(cluster, member, "pack", most_first=True, is_counted=is_counted)

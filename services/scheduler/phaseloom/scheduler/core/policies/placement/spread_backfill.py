@@ -1,7 +1,7 @@
-"""`spread`, where a job may overtake those that wait if it does not delay the first of them.
+"""`spread` with backfill: a job may overtake waiting jobs if it does not delay the first of them.
 
-PlexRL §6.3 backfills without a word on the blocked head; jobs that take few nodes then keep one
-that takes many waiting as long as they come (`backfill_greedy`). Here the head has a reservation.
+PlexRL §6.3 backfills without protecting the job at the head of the queue. A stream of small jobs
+can then keep a large one waiting forever (`backfill_greedy`). Here the head has a reservation.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Ordering policies to compare with."""
+"""Ordering baselines."""

@@ -1,10 +1,12 @@
-"""A lock on the device, taken for a whole phase, first in first out.
+"""First-in, first-out lock on the device, held for a whole phase.
 
-llm-d does this when reinforcement-learning jobs share a node group by time slices: a job takes the
-lock for its phase and keeps it until it leaves the pool; the others queue. The phase ends when the
-controller says so, when every kind of operation that the job runs here has come, or when the next
-is not predicted soon. Deviation: a lock is no better than its holder, so that it is kept only as
-long as the holder's next operation is not overdue.
+llm-d does this when reinforcement-learning jobs time-slice a node group: a job takes the lock for
+its phase and keeps it until it leaves the pool, while the others queue. A phase ends when the
+controller says so, when the job has run every kind of operation that it runs on this pool, or when
+no next operation is predicted soon.
+
+Deviation: the lock expires when the holder's next operation is overdue, so a dead holder cannot
+    block the device.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from phaseloom.scheduler.core.policies.device_view import Candidate, DeviceView,
 
 
 def _choose(view: DeviceView) -> Candidate | Wait:
-    """The next operation of the phase that has the lock; else the earliest arrival."""
+    """Return the next operation of the phase that holds the lock, or else the earliest arrival."""
     resident = view.resident
     if resident is not None:
         going_on = [c for c in view.of(resident.job) if c.continues]

@@ -1,6 +1,7 @@
-"""Highest response ratio next: waiting time over service time, switches left out of account.
+"""Highest response ratio next: waiting time relative to service time, ignoring switches.
 
-The ancestor of HRRS (PlexRL §4.4): shorter ones first, and whoever waits long enough.
+The ancestor of HRRS (PlexRL §4.4). It prefers short operations, but every waiting operation
+eventually wins.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ def score(candidate: Candidate, now_s: float) -> float:
 
 
 def _choose(view: DeviceView) -> Candidate:
-    """The highest score; ties: earlier arrival, then log entry, then key."""
+    """Return the highest score. Ties go to the earlier arrival, then the log entry, then the
+    key."""
     return min(view.candidates, key=lambda c: (-score(c, view.now_s), c.by_arrival))
 
 

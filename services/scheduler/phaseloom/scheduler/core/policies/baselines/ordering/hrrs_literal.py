@@ -1,8 +1,9 @@
-"""HRRS as Algorithm 1 of PlexRL prints it: the switch counts for every waiting operation.
+"""HRRS exactly as printed in PlexRL's Algorithm 1: every waiting operation pays for a switch.
 
-Lines 4-9 charge the setup to each that does not run, whether or not it would switch, and lines
-16-17 once more at the head of the timeline. So nothing is drawn to the job that is resident, and
-the plan is a setup too long wherever nothing runs. Kept for comparison; `hrrs` is the one to use.
+Lines 4-9 charge the setup to every operation that is not running, whether or not it would switch.
+Lines 16-17 charge it again at the head of the timeline. The score therefore does not favour the
+resident job, and plans are one setup too long when nothing is running. Kept for comparison; use
+`hrrs` instead.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def score(candidate: Candidate, now_s: float) -> float:
 
 
 def timeline(ordered: Sequence[Candidate], now_s: float) -> list[Entry]:
-    """Lines 13-24, both charges included."""
+    """Plan start and end times as in lines 13-24, including both charges."""
     entries: list[Entry] = []
     cursor_s = now_s
     for candidate in ordered:
@@ -36,7 +37,8 @@ def timeline(ordered: Sequence[Candidate], now_s: float) -> list[Entry]:
 
 
 def _choose(view: DeviceView) -> Candidate:
-    """The highest score; ties: earlier arrival, the running one, then log entry, then key."""
+    """Return the highest score. Ties go to the earlier arrival, the running operation, the log
+    entry and the key, in that order."""
     return min(view.candidates, key=lambda c: (-score(c, view.now_s), c.by_arrival))
 
 

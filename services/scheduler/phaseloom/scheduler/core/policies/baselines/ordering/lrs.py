@@ -1,7 +1,7 @@
-"""Least recently served: the job whose last operation on the device began longest ago.
+"""Least recently served: run the job whose last operation on the device started longest ago.
 
-OpenRL does this between the trainers that share a device: fair by turns, whatever they take, and a
-switch at every turn while several have something ready.
+OpenRL alternates like this between trainers that share a device. Every job gets the same number of
+turns however long they take, and every turn is a switch while several jobs have work.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from phaseloom.scheduler.core.policies.device_view import Candidate, DeviceView,
 
 
 def _choose(view: DeviceView) -> Candidate:
-    """The job served longest ago; those never served first. Ties (one job's deployments): by
-    arrival."""
+    """Return the least recently served job's operation. Jobs that were never served come first.
+
+    Ties, between deployments of one job, go to the earlier arrival.
+    """
     return min(view.candidates, key=lambda c: (c.served, c.by_arrival))
 
 

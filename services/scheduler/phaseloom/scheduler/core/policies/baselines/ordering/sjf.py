@@ -1,8 +1,9 @@
-"""Shortest job first: the operation that is expected to take least.
+"""Shortest job first: run the operation with the shortest expected duration.
 
-A baseline: it knows nothing of switches, and long operations wait for as long as short ones come.
-Deviation, so that nothing starves: what has waited for `STARVED` times its duration goes first, the
-oldest before the others.
+A baseline: it ignores switches.
+
+Deviation: to prevent starvation, an operation that has waited for `STARVED` times its duration runs
+first, the oldest before the others.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from phaseloom.scheduler.core.policies.device_view import Candidate, DeviceView,
 
 STARVED = 100.0
 STARVED_S = 1.0
-"""Least wait that counts as starving, for operations that take hardly any time."""
+"""Minimum wait that counts as starvation, for operations of negligible duration."""
 
 
 def _choose(view: DeviceView) -> Candidate:
-    """The least duration; ties: earlier arrival, then log entry, then key."""
+    """Return the shortest operation. Ties go to the earlier arrival, then the log entry, then the
+    key."""
     starved = [c for c in view.candidates if _is_starved(c, view.now_s)]
     if starved:
         return min(starved, key=lambda c: c.by_arrival)

@@ -1,1 +1,1 @@
-"""Placement policies to compare with."""
+"""Placement baselines."""

@@ -1,4 +1,4 @@
-"""`spread`, where a job that fits now overtakes all that wait (PlexRL §6.3, as printed)."""
+"""`spread`, but a job that fits now overtakes all waiting jobs (PlexRL §6.3, as printed)."""
 
 from __future__ import annotations
 

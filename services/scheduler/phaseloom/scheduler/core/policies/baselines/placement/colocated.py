@@ -1,9 +1,10 @@
-"""Monolithic nodes: a job alone on nodes that do everything for it (WEAVE §6.1, veRL).
+"""Monolithic nodes: each job has its own nodes, which run all of its phases (WEAVE §6.1, veRL).
 
-Its samplers and trainers take turns on the same nodes of one pool, so such a job declares all of
-its deployments on that pool (`train`), and its phases as they take there: an iteration is 0.934 to
-1.089 of the disaggregated one (WEAVE, Table 4). A job that declares several pools gets nodes of
-each, as under `solo`: placement never moves a deployment to another pool than its owner's.
+Samplers and trainers take turns on the same nodes, so the job declares all of its deployments, with
+their durations on those nodes, on one pool (`train`). An iteration then takes 0.934 to 1.089 times
+as long as a disaggregated one (WEAVE, Table 4). A job that declares several pools gets nodes of
+each pool, as under `solo`, because placement never moves a deployment to a pool that its owner did
+not choose.
 """
 
 from __future__ import annotations

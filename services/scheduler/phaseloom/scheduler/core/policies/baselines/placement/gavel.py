@@ -1,11 +1,12 @@
-"""Shares of time for whole jobs, phases not interleaved (WEAVE §6.1, *Gavel+*).
+"""Time shares for whole jobs, without interleaving their phases (WEAVE §6.1, *Gavel+*).
 
-Read so: a job is the atomic unit. Jobs of a group take turns on all of its nodes, one whole job at
-a time, so what a job needs is a share of the group's time: 1/SLO of it to be no slower than its
-SLO allows. Jobs share a group while their shares add up to one at most; a best-effort job asks for
-as much as an equal part of the largest group. Beside a job of tight SLO (below 2) nobody of tight
-SLO fits, which is what the paper's comparison shows: without interleaving there is little to gain.
-Gavel's choice of accelerator types has no part here, since a job declares its pools. To be run
+The job is the unit of scheduling: the jobs of a group take turns on all of its nodes, one whole job
+at a time. To keep within its SLO, a job needs 1/SLO of the group's time. Jobs share a group while
+their shares add up to at most 1. A best-effort job requests an equal part of the largest allowed
+group. Two jobs with tight SLOs (below 2) never fit together, which is the point of the paper's
+comparison: without interleaving there is little to gain.
+
+Gavel's choice of accelerator types is omitted, because jobs declare their pools. Use it together
 with `fifo_lock`.
 """
 
@@ -26,7 +27,7 @@ from phaseloom.scheduler.core.state.cluster import (
 
 
 def share(member: Member, limits: Limits) -> float:
-    """Share of a group's time that a job asks for."""
+    """Share of a group's time that a job requests."""
     return 1.0 / member.slo if member.slo > 0 else 1.0 / max(1, limits.max_group_jobs)
 
 

@@ -1,7 +1,8 @@
-"""The group whose nodes idle most, without a look at anybody's SLO (WEAVE §6.5, *Greedy*).
+"""The group with the most idle time, regardless of SLOs (WEAVE §6.5, *Greedy*).
 
-A baseline: within the group the most idle rollout nodes; a new group only where none has room.
-Idle is the share of node time that is on no phase in a settled meta-iteration.
+A baseline. Within the group it takes the most idle rollout nodes, and it opens a new group only if
+no existing one has room. Idle is the share of node time not spent on any phase in a settled
+meta-iteration.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from phaseloom.scheduler.core.state.cluster import (
 
 
 def idle_share(group: Group, switch_s: float) -> float:
-    """Idle share of a group's node time, 0 to 1; 1 where nothing is known to run."""
+    """Idle share of a group's node time, from 0 to 1. It is 1 if no phase is known."""
     jobs = group_phases(group, switch_s)
     settled_s = period_s(jobs)
     nodes = len(group.nodes.get(ROLLOUT, ())) + len(group.nodes.get(TRAIN, ()))

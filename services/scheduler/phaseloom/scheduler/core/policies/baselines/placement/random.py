@@ -1,7 +1,7 @@
-"""Any group that has room, or a new one, without a look at anybody's SLO (WEAVE §6.5, *Random*).
+"""A random choice between the groups with room and new nodes, regardless of SLOs (WEAVE §6.5).
 
-A baseline. The core draws no numbers: the choice is a hash of the job's name and of how many groups
-there have been, so that a fold of the log repeats it.
+A baseline. The core has no random numbers: the choice is a hash of the job's name and the number of
+groups created so far, so replaying the log repeats it.
 """
 
 from __future__ import annotations

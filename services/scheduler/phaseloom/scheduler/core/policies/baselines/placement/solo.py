@@ -1,6 +1,6 @@
-"""Every job on nodes of its own in every pool: plain disaggregation (WEAVE §6.1, *Solo-D*).
+"""Every job on its own nodes in every pool: plain disaggregation (WEAVE §6.1, *Solo-D*).
 
-The yardstick for slowdowns, and the dearest. Pure; cost: a look at the free nodes.
+The reference for slowdowns, and the most expensive policy. Pure; it only reads the free nodes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Free nodes first, then the group with the fewest jobs, then the lowest duty (PlexRL §6.3).
 
-First come, first served: nobody overtakes a job that waits.
+First come, first served: no job overtakes a waiting one.
 """
 
 from __future__ import annotations
