@@ -1,6 +1,6 @@
-"""Arithmetic on the cluster that placement policies are made of; nothing here is decided or sent.
+"""Calculations on the cluster, from which placement policies are built. Nothing is sent from here.
 
-`groups` keeps the node groups, `nodes` says which nodes a job could take, `admission` is the same
-under all policies, `timeline` and `sharing` serve PlexRL's policies, `weave` serves WEAVE's. Called
-by placement policies, `wpgs` and `placement`.
+`groups` maintains the node groups. `nodes` finds nodes that fit a job. `admission` is common to all
+policies. `timeline` and `sharing` serve PlexRL's policies, `weave` serves WEAVE's. Called by
+placement policies, `wpgs` and `placement`.
 """

@@ -1,8 +1,8 @@
-"""Admission: the part of placement that is the same under every policy.
+"""Admission: the part of placement that is common to all policies.
 
-A job that asks for nodes that cannot exist is refused, a job without a known cycle gets nodes of
-its own where there are free ones, and everything else is the policy's. Plain functions on the
-cluster, usable without a core.
+A job that needs nodes that cannot exist is refused. A job without a known cycle gets nodes of its
+own if enough are free. The policy decides everything else. These are plain functions of the cluster
+and need no core.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from phaseloom.scheduler.core.state.cluster import (
 )
 
 DEPLOYMENTS = "spec.deployments"
-"""The beginning of the field that a refusal names."""
+"""Prefix of the field named in refusals."""
 
 
 def decide(cluster: Cluster, member: Member, policy: Placement) -> Decision:
-    """The place of a job, or why it has none now.
+    """Decide where to place a job, or why it must wait or is refused.
 
-    A group is closed while its only job is measured. It stays closed as long as all others find a
-    place: where the policy finds none, it is asked again with the closed groups open. A job that is
-    to be measured itself finds them open at once: a cycle is measured net of waiting, and where all
-    groups are alike they fill evenly.
+    A group is closed while its only job is measured. If the policy finds no placement without the
+    closed groups, it is consulted again with them open. A job that must be measured itself sees
+    them open from the start. Its cycle is measured net of waiting, so it tolerates neighbours, and
+    equal groups then fill evenly.
 
-    Jobs of one pool make groups of that pool. A job of several pools that finds no place otherwise
-    may join two of them, which become one group.
+    Jobs of one pool form groups of that pool. A job of several pools that fits nowhere else may
+    join two such groups, which are then merged.
     """
     nowhere = fits_nowhere(cluster, member)
     if nowhere is not None:
@@ -75,12 +75,14 @@ def decide(cluster: Cluster, member: Member, policy: Placement) -> Decision:
 
 
 _MAX_MERGED = 4
-"""The most groups of the same pools that are looked at for a job that finds no place in one."""
+"""Maximum number of groups per set of pools that are considered for a merge."""
 
 
 def _place_in_two(cluster: Cluster, member: Member, policy: Placement) -> Placed | None:
-    """The policy's decision with two groups made one, which have different pools of those that the
-    job needs; those with the fewest jobs are looked at first."""
+    """Let the policy place the job in two merged groups that cover different pools of the job.
+
+    Groups with the fewest jobs are tried first.
+    """
     by_pools: dict[frozenset[Pool], list[Group]] = {}
     for group in cluster.groups.values():
         pools = frozenset(group.nodes)
@@ -104,7 +106,7 @@ def _place_in_two(cluster: Cluster, member: Member, policy: Placement) -> Placed
 
 
 def _place_among_all(cluster: Cluster, member: Member, policy: Placement) -> Decision:
-    """The policy's decision with all closed groups open; they are closed again after it."""
+    """Let the policy decide with all closed groups temporarily open."""
     closed = [group for group in cluster.groups.values() if group.is_closed]
     for group in closed:
         group.is_closed = False
@@ -115,7 +117,8 @@ def _place_among_all(cluster: Cluster, member: Member, policy: Placement) -> Dec
 
 
 def fits_nowhere(cluster: Cluster, member: Member) -> Waits | Refused | None:
-    """Why no node of some pool can take the job, whatever runs there."""
+    """Explain why some pool can never or not now take the job, regardless of other jobs. None: it
+    can."""
     for pool, need in sorted(member.needs.items()):
         if any(is_usable(cluster.hosts[name], need) for name in cluster.free.get(pool, [])):
             continue
@@ -130,7 +133,7 @@ def fits_nowhere(cluster: Cluster, member: Member) -> Waits | Refused | None:
 
 
 def _too_small(pool: Pool, need: Need, hosts: list[Host]) -> Refused | None:
-    """The refusal of a job for which no known node of the pool is large enough."""
+    """Refuse a job for which no known node of the pool is large enough."""
     if not hosts or any(could_take(host, need) for host in hosts):
         return None
     if not any(can_run(host, need) for host in hosts):
@@ -157,7 +160,7 @@ def _too_small(pool: Pool, need: Need, hosts: list[Host]) -> Refused | None:
 
 
 def _cannot_run(pool: Pool, need: Need, hosts: list[Host]) -> Refused:
-    """The refusal of a job of which no known node of the pool has all that it asks for."""
+    """Refuse a job whose demands on the backend no known node of the pool meets."""
     for demand in need.demands:
         if any(meets(host, demand) for host in hosts):
             continue
@@ -194,8 +197,11 @@ def _why_none(hosts: list[Host]) -> str:
 
 
 def nodes_of_its_own(cluster: Cluster, member: Member) -> Placed | None:
-    """A cold start: free nodes, where there are enough, until a clean cycle is measured
-    (PlexRL §4.3, WEAVE §4.2)."""
+    """Cold start: give the job free nodes of its own until its cycle is measured (PlexRL §4.3,
+    WEAVE §4.2).
+
+    Returns: None if there are too few.
+    """
     nodes: dict[Pool, list[NodeId]] = {}
     for pool, need in member.needs.items():
         free = [cluster.hosts[name] for name in cluster.free.get(pool, [])]
@@ -215,13 +221,13 @@ def nodes_among(
     first: Sequence[NodeId] = (),
     beside: bool = False,
 ) -> dict[Pool, list[NodeId]] | None:
-    """Nodes of a group for what a job needs, free ones beside them where it has not enough.
+    """Find nodes for a job in a group, and free nodes if the group has too few.
 
-    The nodes with the fewest members come first, among those whose host memory holds all of them.
+    Prefers nodes with few members among those with enough host memory.
 
-    Args:    first: nodes that are preferred.
-             beside: the need comes beside what the job has there; else in its stead.
-    Returns: nodes by pool; None where the job does not fit.
+    Args: first: nodes to prefer.
+          beside: whether the need adds to what the job already has there. If not, it replaces it.
+    Returns: nodes by pool, or None if the job does not fit.
     """
     nodes: dict[Pool, list[NodeId]] = {}
     for pool, need in member.needs.items():
@@ -240,17 +246,18 @@ def nodes_among(
 
 
 def blocked_pools(cluster: Cluster, waiting: Member) -> set[Pool]:
-    """Pools from which later jobs get nothing while one waits, under a policy without overtaking.
+    """Pools whose nodes later jobs may not get while this job waits, under a policy without
+    overtaking.
 
-    They are all pools that the waiting job needs; but a job that waits for more nodes to come up
-    holds nobody back, because the end of another job does not help it.
+    These are all pools that the waiting job needs. The exception is a job that waits for more nodes
+    to come up: no other job's end can help it, so it blocks nothing.
     """
     is_served = all(_has_enough(cluster, pool, need) for pool, need in waiting.needs.items())
     return set(waiting.needs) if is_served else set()
 
 
 def _has_enough(cluster: Cluster, pool: Pool, need: Need) -> bool:
-    """Whether the pool's nodes could take the job, whatever runs there."""
+    """Whether enough nodes of the pool could take the job if they were empty."""
     usable = (h for h in cluster.hosts.values() if h.pool == pool and is_usable(h, need))
     return len(list(islice(usable, need.num_nodes))) == need.num_nodes
 
@@ -259,9 +266,10 @@ def _has_enough(cluster: Cluster, pool: Pool, need: Need) -> bool:
 
 
 def cycle_of(trace: PhaseTrace) -> Cycle | None:
-    """A cycle as the profiler measured it, net of waiting and switches; None: none was found.
+    """Convert a profiler's trace, which is net of waiting and switches, to a cycle. None: no cycle
+    found.
 
-    The excess of the worst case is spread over the segments by their duration.
+    The excess of the worst case is spread over the segments in proportion to their duration.
     """
     if trace.period_s <= 0:
         return None
@@ -276,8 +284,8 @@ def cycle_of(trace: PhaseTrace) -> Cycle | None:
 
 
 def _within(segment: Segment, period_s: float) -> Iterator[tuple[Pool, float, float]]:
-    """(pool, offset, duration) of a segment within the cycle; a part beyond its end is moved to its
-    beginning."""
+    """Yield (pool, offset, duration) of a segment within the cycle. A part beyond the end wraps
+    around."""
     offset_s = segment.offset_s % period_s
     duration_s = min(segment.duration_s, period_s)
     over_s = offset_s + duration_s - period_s
@@ -291,23 +299,25 @@ def _within(segment: Segment, period_s: float) -> Iterator[tuple[Pool, float, fl
 # --- the duty-ratio bound ------------------------------------------------------------------------
 
 _NUM_CYCLES = 8
-"""Cycles of each member that are simulated. The second half counts: by then they have settled."""
+"""Number of simulated cycles per member. Only the second half counts, after the jobs have
+settled."""
 _MAX_SEGMENTS = 4096
-"""Most segments that are simulated, whatever the ratio of the members' periods."""
+"""Maximum number of simulated segments, however much the members' periods differ."""
 
 
 def waiting_share(members: Iterable[Member], switch_s: float = 0.0) -> dict[str, float]:
-    """Share of each member's time that it is predicted to wait for the others (PlexRL §7.2).
+    """Predict the share of its time that each member waits for the others (PlexRL §7.2).
 
-    The paper bounds it and does not say how it is predicted. Here the members' cycles are run
-    against one another, first come first served on each node, all nodes of a segment at once,
-    each cycle beginning where the one before it ended; the first begin at the members' shifts.
-    Usual durations, not the worst: a share of a long run is asked for.
+    The paper bounds this share without saying how to predict it. Here the members' cycles are
+    simulated against one another: first come, first served on each node, with all nodes of a
+    segment occupied at once. Each cycle starts when the preceding one ends; the first ones start at
+    the members' shifts. The simulation uses usual durations instead of worst cases, because the
+    share is a long-run average.
 
-    Args:   members: with the nodes that they are, or would be, pinned to; one whose cycle is not
-                known is left out.
-            switch_s: charged to a segment on a node that another member used last.
-    Cost:   O(n log n) in the segments of about eight cycles of each.
+    Args: members: jobs with their actual or intended nodes. Jobs of unknown cycle are skipped.
+          switch_s: added to a segment on a node that another member used last.
+    Returns: job → share, from 0 to 1.
+    Cost: O(n log n) in the segments of about eight cycles per member.
     """
     runs = [_Run(m.job, m.cycle, m.nodes, m.shift_s) for m in members if m.cycle is not None]
     used: dict[NodeId, _Busy] = {}
@@ -333,31 +343,31 @@ def waiting_share(members: Iterable[Member], switch_s: float = 0.0) -> dict[str,
 
 @dataclass(slots=True)
 class _Busy:
-    """The use of one node."""
+    """Occupation of one node."""
 
     until_s: float = 0.0
     last: str = ""
-    """The job that used the node last."""
+    """Job that used the node last."""
     num_members: int = 0
 
 
 @dataclass(slots=True)
 class _Run:
-    """A member going through its cycle again and again."""
+    """A member that repeats its cycle."""
 
     job: str
     cycle: Cycle
     nodes: dict[Pool, list[NodeId]]
     began_s: float
     lates_s: list[float] = field(default_factory=list)
-    """Seconds by which each cycle so far took longer than alone."""
+    """Seconds by which each finished cycle exceeded its length alone."""
     ends_s: dict[int, float] = field(default_factory=dict)
-    """End of each segment of the present cycle that has run."""
+    """Segment index → its end, for the finished segments of the current cycle."""
     begun: set[int] = field(default_factory=set)
     _planned_s: list[float] = field(init=False)
-    """End of each segment within the cycle alone."""
+    """End of each segment within the cycle when running alone."""
     _before: list[list[int]] = field(init=False)
-    """Those that end before each segment begins, which waits for them."""
+    """For each segment, the segments that end before it starts; it waits for them."""
 
     def __post_init__(self) -> None:
         self._planned_s = [s.offset_s + s.duration_s for s in self.cycle.segments]
@@ -378,7 +388,7 @@ class _Run:
         return late_s / (late_s + max(1, len(settled_s)) * self.cycle.period_s)
 
     def begin(self, at_s: float) -> list[int]:
-        """Begin the next cycle. Returns: its segments that come after no other."""
+        """Start the next cycle and return its first segments, which depend on no others."""
         self.began_s = at_s
         self.ends_s = {}
         first = [i for i, before in enumerate(self._before) if not before]
@@ -386,7 +396,7 @@ class _Run:
         return first
 
     def ready_s(self, index: int) -> float:
-        """Time at which a segment may begin: as long after those before it as in the cycle
+        """Earliest start of a segment: it keeps the same distance to its predecessors as when
         alone."""
         offset_s = self.cycle.segments[index].offset_s
         late_s = max((self._late_s(i) for i in self._before[index]), default=0.0)
@@ -397,8 +407,10 @@ class _Run:
         return max(0.0, self.ends_s[index] - planned_s)
 
     def ended(self, index: int, end_s: float) -> list[int]:
-        """Note a segment's end. Returns: the segments that this makes ready; those of the next
-        cycle after the last."""
+        """Record the end of a segment and return the segments that become ready.
+
+        After the last segment these belong to the next cycle.
+        """
         self.ends_s[index] = end_s
         if len(self.ends_s) == len(self._before):
             late_s = max(self._late_s(i) for i in self.ends_s)
@@ -416,7 +428,7 @@ class _Run:
 def _serve(
     run: _Run, index: int, ready_s: float, used: dict[NodeId, _Busy], switch_s: float
 ) -> float:
-    """Run a segment once all of its nodes are free. Returns: when it ends."""
+    """Run a segment as soon as all of its nodes are free, and return its end."""
     segment = run.cycle.segments[index]
     nodes = [used[name] for name in run.nodes.get(segment.pool, [])]
     start_s = max([ready_s, *(node.until_s for node in nodes)])

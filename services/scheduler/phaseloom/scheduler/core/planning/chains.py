@@ -1,11 +1,11 @@
-"""Two jobs on one device: chains of sub-stages that run in turns or side by side.
+"""Two jobs on one device: chains of sub-stages that run one after another or side by side.
 
-Nothing that has begun is stopped: an operation keeps part of the device to its end, through all of
-its sub-stages, unless one of them needs memory that another operation has. So a policy decides what
-begins, and how the device is split among what runs.
+A running operation is never stopped. It keeps part of the device until its end, through all of its
+sub-stages, unless one of them needs memory that another operation occupies. A policy therefore
+decides which operation starts, and how the running ones split the device.
 
-Multiplexing policies ask about a live device, and the simulator runs whole chains, by the same
-functions. Cost: `lookahead` looks at up to (splits + 1)^`WINDOW` ends, the others at the splits.
+Multiplexing policies use these functions for a live device, and the simulator for whole chains.
+Cost: `lookahead` evaluates up to (splits + 1)^`WINDOW` outcomes, the other policies one per split.
 Source: JigsawRL §4.4.
 """
 
@@ -20,41 +20,42 @@ from typing import NamedTuple
 from phaseloom.common.contract.specs import SlowdownTable
 
 WAIT = "wait"
-"""The kind of a stage that needs no device: a tool call, or waiting for the slowest worker."""
+"""Kind of a stage that needs no device: a tool call, or waiting for the slowest worker."""
 WINDOW = 3
-"""The number of decisions that `lookahead` looks ahead (JigsawRL §4.4)."""
+"""Number of decisions that `lookahead` looks ahead (JigsawRL §4.4)."""
 TAIL = 0.6
-"""The part of the shorter remainder that `lookahead` expects not to overlap with the longer one."""
+"""Fraction of the shorter job's remaining time that `lookahead` expects not to overlap with the
+longer job's."""
 TOLERANCE = 0.03
-"""The difference of progress that `fair` lets stand, as a share of the time, where progress is
-known exactly."""
+"""Progress difference, as a fraction of the time, that `fair` tolerates when progress is known
+exactly."""
 DONE_S = 1e-9
-"""A stage with less work left than this has ended; rounding leaves such remainders."""
+"""A stage with less remaining work than this has ended. Rounding leaves such remainders."""
 
 Rates = tuple[float, float]
-"""The speed of each of the two jobs, 1 as alone on the whole device; 0: it does not run."""
+"""Speed of each of the two jobs, where 1 is the speed alone on the whole device and 0 means
+stopped."""
 
 
 class Stage(NamedTuple):
     kind: str
     seconds: float
-    """The time alone on the whole device."""
+    """Duration alone on the whole device."""
     operation: int
-    """The number of the operation in its job. Stages of one operation follow one another."""
+    """Number of the operation within its job. Stages of one operation are consecutive."""
 
 
 Chain = Sequence[Stage]
 
 
 class Place(NamedTuple):
-    """The place of a job in its chain."""
+    """A job's position in its chain."""
 
     at: int
-    """The index of the stage."""
     left_s: float
-    """The rest of the stage, in seconds at full speed."""
+    """Remaining time of the stage at full speed."""
     has_begun: bool
-    """Whether the operation of the stage has begun."""
+    """Whether the stage's operation has started."""
 
 
 State = tuple[Place, Place]
@@ -62,7 +63,7 @@ State = tuple[Place, Place]
 
 @dataclass(frozen=True)
 class Pair:
-    """Two chains on one worker, under one table."""
+    """Two chains on one worker, with a table of slowdowns."""
 
     first: Chain
     second: Chain
@@ -70,7 +71,7 @@ class Pair:
 
     @cached_property
     def _rest_s(self) -> tuple[list[float], list[float]]:
-        """For each chain, the time of all stages from an index on."""
+        """Per chain and index, the total duration of the stages from that index on."""
         return _rests(self.first), _rests(self.second)
 
     @property
@@ -82,7 +83,7 @@ class Pair:
         return self._rest_s[0][0], self._rest_s[1][0]
 
     def stages(self, state: State) -> tuple[Stage | None, Stage | None]:
-        """The present stage of each job; None: it is through."""
+        """Current stage of each job. None: the job has finished."""
         chains = (self.first, self.second)
         first, second = (
             chain[place.at] if place.at < len(chain) else None
@@ -91,7 +92,7 @@ class Pair:
         return first, second
 
     def remaining_s(self, state: State) -> tuple[float, float]:
-        """The rest of each job's chain, in seconds at full speed."""
+        """Remaining duration of each job's chain at full speed."""
         first, second = (
             place.left_s + rest[min(place.at + 1, len(rest) - 1)]
             for place, rest in zip(state, self._rest_s, strict=True)
@@ -99,7 +100,7 @@ class Pair:
         return first, second
 
     def options(self, state: State) -> list[Rates]:
-        """All choices at a state: side by side under each split, or one of the two alone."""
+        """List all choices in a state: side by side with each split, or one of the two alone."""
         first, second = self.stages(state)
         if first is None or second is None:
             return [(float(first is not None), float(second is not None))]
@@ -113,7 +114,7 @@ class Pair:
         return found or [(1.0, 0.0), (0.0, 1.0)]
 
     def advance(self, state: State, rates: Rates) -> tuple[float, State]:
-        """Run at these speeds until a stage ends: the time that it takes, and where that leads."""
+        """Run at these speeds until a stage ends. Returns the time that takes and the new state."""
         took_s = min(place.left_s / rate for place, rate in zip(state, rates, strict=True) if rate)
         first, second = (
             _moved(chain, place, took_s * rate) if rate else place
@@ -140,26 +141,25 @@ def _moved(chain: Chain, place: Place, work_s: float) -> Place:
 
 
 class Progress(NamedTuple):
-    """The facts that a policy may know beside the present state: how far each job has come, and in
-    which time."""
+    """History for policies: how far each job has come, and in how much time."""
 
     done_s: tuple[float, float]
     time_s: float
     tolerance: float = TOLERANCE
-    """The difference, as a share of the time, that is none."""
+    """Difference, as a fraction of the time, that counts as none."""
 
 
 Policy = Callable[[Pair, State, Progress], Rates]
 
 
 def greedy(pair: Pair, state: State, progress: Progress) -> Rates:
-    """The choice that gets most done just now."""
+    """Choose the highest combined speed."""
     return max(pair.options(state), key=sum)
 
 
 def fair(pair: Pair, state: State, progress: Progress) -> Rates:
-    """The choice that gets most done just now, among those that keep the jobs level or bring them
-    nearer."""
+    """Choose the highest combined speed that keeps the jobs' progress level or brings it closer
+    together."""
     first_s, second_s = progress.done_s
     now = abs(first_s - second_s)
 
@@ -173,10 +173,10 @@ def fair(pair: Pair, state: State, progress: Progress) -> Rates:
 
 
 def lookahead(pair: Pair, state: State, progress: Progress) -> Rates:
-    """The choice that leads to the least expected end, over all choices of `WINDOW` decisions.
+    """Choose by the earliest expected end, over all combinations of the next `WINDOW` decisions.
 
-    Beyond the window, the longer remainder and `TAIL` of the shorter one are taken to be left: the
-    paper leaves this cost open.
+    Beyond the window, the remaining time is estimated as the longer remainder plus `TAIL` times the
+    shorter one. The paper does not define this cost.
     """
 
     def end_s(state: State, window: int) -> float:

@@ -1,12 +1,12 @@
-"""Node groups: sets of jobs and the nodes that they share; functions on what placement sees.
+"""Node groups: sets of jobs and the nodes that they share, as plain functions of the cluster.
 
-A job that has a place is a member of one group and pinned to nodes of it; a node belongs to one
-group or is free. The nodes of a group are exactly those that its members are pinned to: with the
-last member of a node the node is released, with the last of a group the group (WEAVE §5.3).
-A node that is down keeps its group, whose members wait for it; released, it is free once it is up.
+A placed job is a member of one group and is pinned to nodes of it. A node belongs to one group or
+is free. A group has exactly the nodes to which its members are pinned: a node is released with its
+last member, and a group ends with its last member (WEAVE §5.3). A node that goes down stays in its
+group, whose members wait for it. If it is released while down, it becomes free once it is up.
 
-Usable without a core. Lists of nodes are replaced and never changed in place, so that copies share
-them. Cost: `join` and `leave` are linear in the group, `copy` in the cluster.
+Needs no core. Lists of nodes are replaced, never changed in place, so that copies can share them.
+Cost: `join` and `leave` are linear in the group, `copy` in the cluster.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from phaseloom.scheduler.core.state.cluster import (
 )
 
 LEAST_ITERATIONS = 8
-"""A change of a job's cycle counts as drift from so many iterations on; before, it may be that its
-owner's estimate was wrong."""
+"""Number of iterations from which a change of the cycle counts as drift. An earlier change may just
+correct the owner's estimate."""
 TREND = 3
-"""So many last iterations of a job must all be longer than its cycle says, or all shorter, for the
-cycle to follow them."""
+"""Number of consecutive iterations that must all be longer, or all shorter, than the cycle before
+the cycle follows them."""
 DRIFTS = 0.05
-"""The least share of the cycle by which each of them must differ from it."""
+"""Minimum relative difference from the cycle of each of these iterations."""
 LONGEST = 2.0
-"""An iteration counts for at most so many times its cycle: what is longer was held up by a fault or
-a pause, which an SLO does not excuse."""
+"""Maximum length of an iteration, as a multiple of the cycle, that counts towards the SLO. Anything
+beyond was caused by a fault or a pause, which does not relax the SLO."""
 ROUNDING = 1e-6
-"""A difference of less than this share of an iteration is an error of rounding."""
+"""Relative differences below this are rounding errors."""
 
 # --- what a job needs ----------------------------------------------------------------------------
 
 
 def member_of(job: JobKey, spec: JobSpec, submitted_s: float = 0.0) -> Member:
-    """The job as placement sees it, without a place."""
+    """Build the placement's record of a job that is not placed yet."""
     return Member(
         job=str(job),
         slo=spec.slo,
@@ -64,14 +64,15 @@ def member_of(job: JobKey, spec: JobSpec, submitted_s: float = 0.0) -> Member:
 
 
 def iterations_of(cycle: Cycle | None, duration_s: float) -> int:
-    """Number of iterations of a job that takes `duration_s` alone; 0: not known."""
+    """Number of iterations of a job that takes `duration_s` alone. 0 if unknown."""
     if cycle is None or not duration_s:
         return 0
     return max(1, round(duration_s / cycle.worst_period_s))
 
 
 def needs_of(specs: Iterable[DeploymentSpec]) -> dict[Pool, Need]:
-    """Needs of a job's deployments by pool: on the same nodes, their host memory added up."""
+    """Sum up the needs of a job's deployments by pool. Deployments of a pool share nodes and host
+    memory."""
     needs: dict[Pool, Need] = {}
     for spec in sorted(specs, key=lambda spec: spec.pool):
         before = needs.get(spec.pool, Need(0, 0, 0))
@@ -103,9 +104,9 @@ def devices_per_node(spec: DeploymentSpec) -> int:
 
 
 def set_end(cluster: Cluster, member: Member, duration_s: float) -> None:
-    """Note when a job would end if it were placed now.
+    """Set the time at which a job would end if it were placed now.
 
-    Args: duration_s: its duration alone; 0: not known.
+    Args: duration_s: its duration alone. 0: unknown.
     """
     slowdown = member.slo or 1 / max(1e-9, 1 - cluster.limits.duty_limit)
     member.ends_s = cluster.now_s + duration_s * slowdown if duration_s else 0.0
@@ -115,12 +116,12 @@ def set_end(cluster: Cluster, member: Member, duration_s: float) -> None:
 
 
 def host_up(cluster: Cluster, host: Host) -> None:
-    """Note that a node came, or came back. A group that holds it keeps it."""
+    """Add or update a node that is up. If it belongs to a group, it stays there."""
     old = cluster.hosts.get(host.node)
     group = old.group if old is not None else ""
     if old is not None:
         _take(cluster, old)
-    # A group knows its nodes by pool: as long as one holds it, it is of the pool that it was.
+    # A group lists its nodes by pool, so a node cannot change its pool while it belongs to one.
     pool = old.pool if old is not None and group else host.pool
     leaving = old.leaving if old is not None else []
     host = replace(host, group=group, pool=pool, is_up=True, leaving=leaving)
@@ -136,7 +137,7 @@ def host_down(cluster: Cluster, node: NodeId) -> None:
 
 
 def _take(cluster: Cluster, host: Host) -> None:
-    """Take a node from the free ones, if it is one of them."""
+    """Remove a node from the free nodes if it is among them."""
     free = cluster.free.get(host.pool, [])
     index = bisect_left(free, host.node)
     if index < len(free) and free[index] == host.node:
@@ -144,14 +145,14 @@ def _take(cluster: Cluster, host: Host) -> None:
 
 
 def hold(cluster: Cluster, node: NodeId, deployment: str) -> None:
-    """Keep a node from becoming free until a deployment, which is to leave it, has left."""
+    """Prevent a node from becoming free until this deployment has left it."""
     host = cluster.hosts[node]
     _take(cluster, host)
     host.leaving = [*host.leaving, deployment]
 
 
 def end_hold(cluster: Cluster, node: NodeId, deployment: str) -> None:
-    """End a deployment's `hold` on a node: it has left, or stays after all."""
+    """End a deployment's `hold` on a node, because it has left or will stay."""
     host = cluster.hosts[node]
     if deployment in host.leaving:
         host.leaving = [name for name in host.leaving if name != deployment]
@@ -167,9 +168,9 @@ def _release(cluster: Cluster, host: Host) -> None:
 
 
 def join(cluster: Cluster, member: Member, placed: Placed) -> Group:
-    """Give a job its place; the free nodes of that place become the group's.
+    """Place a job in a group. Free nodes of the placement join the group.
 
-    The first member of a group without a known cycle closes it, the next one opens it.
+    A first member without a known cycle closes the group; the next member opens it again.
     """
     assert member.job not in cluster.placed, f"{member.job} has a place"
     cluster.waiting = [other for other in cluster.waiting if other.job != member.job]
@@ -193,8 +194,10 @@ def join(cluster: Cluster, member: Member, placed: Placed) -> Group:
 
 
 def merge(cluster: Cluster, group: Group, other: Group) -> None:
-    """Make two groups of different pools one: `group`, whose members come first. No node has other
-    members by that. They stay one while any of the members does."""
+    """Merge two groups of different pools into `group`, whose members come first.
+
+    The members of each node stay the same. The merge lasts as long as the group.
+    """
     assert not group.nodes.keys() & other.nodes.keys(), f"{group.name} and {other.name} share pools"
     del cluster.groups[other.name]
     group.members = {**group.members, **other.members}
@@ -221,13 +224,13 @@ def _pin(cluster: Cluster, group: Group, member: Member, nodes: dict[Pool, list[
 
 
 def _changed(group: Group) -> None:
-    """Note that the members of a group, or what is known of them, have changed."""
+    """Record that the members of a group, or the facts about them, have changed."""
     group.version += 1
     group.bounds = bounds_of(group)
 
 
 def bounds_of(group: Group) -> Bounds:
-    """What the members of a group leave to one more."""
+    """Bounds that the members of a group put on another member."""
     timings = [timing_of(member) for member in group.members.values()]
     busy: dict[NodeId, float] = {}
     for timing, member in zip(timings, group.members.values(), strict=True):
@@ -243,9 +246,9 @@ def bounds_of(group: Group) -> Bounds:
 
 
 def leave(cluster: Cluster, job: str) -> list[NodeId]:
-    """Take a job's place away, or its place among the waiting jobs.
+    """Remove a job from its group or from the waiting jobs.
 
-    Returns: the nodes that no group has any more.
+    Returns: the nodes that no longer belong to a group.
     """
     cluster.waiting = [member for member in cluster.waiting if member.job != job]
     name = cluster.placed.pop(job, "")
@@ -263,9 +266,9 @@ def leave(cluster: Cluster, job: str) -> list[NodeId]:
 def repin(
     cluster: Cluster, job: str, needs: dict[Pool, Need], nodes: dict[Pool, list[NodeId]]
 ) -> list[NodeId]:
-    """Pin a member to more or fewer nodes: those of its group, or free ones.
+    """Pin a member to other nodes, which are those of its group or free ones.
 
-    Returns: the nodes that no group has any more.
+    Returns: the nodes that no longer belong to a group.
     """
     group = group_of(cluster, job)
     member = group.members[job]
@@ -313,21 +316,21 @@ def set_cycle(cluster: Cluster, job: str, cycle: Cycle) -> None:
 def iterated(
     member: Member, now_s: float, began_s: float, lag_s: float, slowdown: float = 1.0
 ) -> None:
-    """Note that a member has finished an iteration.
+    """Record that a member has finished an iteration.
 
-    What company may have cost counts as company's: such an iteration takes no longer alone than the
-    cycle says, unless it is longer than company explains.
+    Time that neighbours may have cost is attributed to them. Such an iteration counts with the
+    cycle's usual length, unless it is longer than the neighbours can explain.
 
     Args: began_s: when the job's first operation was ready.
-          lag_s: seconds since then for which others, or a switch, have kept the job from running.
-          slowdown: how many times as long as alone its phases may have taken beside others.
+          lag_s: seconds since then for which other jobs or switches delayed the job.
+          slowdown: upper bound on how much neighbours may have slowed its phases.
     """
     timing = timing_of(member)
     since_s = member.iterated_s if member.iterations else began_s
     alone_s = now_s - since_s - (lag_s - member.lag_s)
     if slowdown > 1 and member.cycle is not None:
         alone_s = min(alone_s, max(member.cycle.period_s, alone_s / slowdown))
-    # The waits of phases that overlap pass at once, so what such a job takes alone is not known.
+    # Overlapping phases wait at the same time, so the time such a job takes alone is unknown.
     overlaps = timing.gap_s < -ROUNDING * timing.solo_s
     if member.cycle is None or overlaps or alone_s <= 0:
         member.alone_s += timing.solo_s
@@ -342,10 +345,10 @@ def iterated(
 
 
 def trend_of(member: Member) -> Cycle | None:
-    """A member's cycle as its last iterations were; None where these were as the cycle says.
+    """Estimate a member's current cycle from its last iterations. None: they match the known cycle.
 
-    Of iterations that are all longer, the shortest counts, and of shorter ones the longest. Where
-    iterations vary by themselves, as their worst case tells, drift has to be larger to be seen.
+    If all of them are longer, the shortest counts; if all are shorter, the longest. If iterations
+    vary by themselves, according to the worst case, a change must be larger to count.
     """
     cycle = member.cycle
     if cycle is None or len(member.recent_s) < TREND:
@@ -373,8 +376,7 @@ def _scaled(cycle: Cycle, factor: float) -> Cycle:
 
 
 def reckon_alone(member: Member) -> None:
-    """Set what a member's iterations so far would have taken alone, by its present cycle: what each
-    of them took was not measured."""
+    """Estimate from the cycle how long a member's unmeasured iterations would have taken alone."""
     member.alone_s = member.iterations * timing_of(member).solo_s
 
 
@@ -386,12 +388,12 @@ def group_of(cluster: Cluster, job: str) -> Group:
 
 
 def cost(cluster: Cluster) -> float:
-    """$/h of all nodes that belong to groups."""
+    """Total $/h of the nodes that belong to groups."""
     return sum(host.price_per_hour for host in cluster.hosts.values() if host.group)
 
 
 def copy(cluster: Cluster) -> Cluster:
-    """A copy that may be changed while the original stays as it is."""
+    """Copy the cluster so that the copy can be changed independently."""
     return replace(
         cluster,
         hosts={name: shallow(host) for name, host in cluster.hosts.items()},
@@ -408,7 +410,7 @@ def _copy_group(group: Group) -> Group:
 
 
 def validate(cluster: Cluster) -> None:
-    """Raises: AssertionError: names the invariant and the entity."""
+    """Check all invariants. Raises: AssertionError: names the invariant and the entity."""
     for pool, names in cluster.free.items():
         of_pool = [host for host in cluster.hosts.values() if host.pool == pool]
         free = [h.node for h in of_pool if h.is_up and not h.group and not h.leaving]

@@ -1,6 +1,6 @@
-"""Nodes that a job could take: free ones, and those of a group that have memory left for it.
+"""Nodes that could take a job: free nodes, and nodes of a group with enough memory left.
 
-All jobs that are pinned to a node stay in its host memory (I4, and WEAVE §4.2, residency); an exact
+All jobs pinned to a node stay in its host memory (invariant I4; residency in WEAVE §4.2). An exact
 fit is allowed. Called by all other modules of `planning`.
 """
 
@@ -18,23 +18,23 @@ Pinned = dict[Pool, list[NodeId]]
 
 
 class Lack(NamedTuple):
-    """Something that a deployment asks for and a backend cannot do."""
+    """A request of a deployment that a backend cannot meet."""
 
     field: str
-    """The field of the deployment's spec."""
+    """Field of the deployment's spec."""
     what: str
     instead: tuple[str, ...]
-    """The values of the field that the backend can do."""
+    """Values of the field that the backend supports."""
 
 
 def could_take(host: Host, need: Need) -> bool:
-    """Whether the node has what the job takes of one, were the node up and the job alone there."""
+    """Whether the node would suit the job if it were up and empty."""
     is_large = host.num_devices >= need.num_devices and host.host_bytes >= need.host_bytes
     return is_large and can_run(host, need)
 
 
 def can_run(host: Host, need: Need) -> bool:
-    """Whether the node's backends can do what the job asks of them."""
+    """Whether the node's backends support what the job requires."""
     return not host.backends or all(meets(host, demand) for demand in need.demands)
 
 
@@ -44,7 +44,7 @@ def meets(host: Host, demand: Demand) -> bool:
 
 
 def lacks(able: Capabilities, demand: Demand) -> Iterator[Lack]:
-    """The demands of a deployment that a backend cannot meet."""
+    """Yield the demands of a deployment that a backend cannot meet."""
     if demand.trains and not able.trains:
         yield Lack("trainable", "trainable = true", ("false",))
     for axis in demand.axes:
@@ -63,18 +63,18 @@ def lacks(able: Capabilities, demand: Demand) -> Iterator[Lack]:
 
 
 def is_usable(host: Host, need: Need) -> bool:
-    """Whether the node is up and has what the job takes of one, were it alone there."""
+    """Whether the node is up and would suit the job if it were empty."""
     return host.is_up and could_take(host, need)
 
 
 def free_nodes(cluster: Cluster, pool: Pool, need: Need, count: int) -> list[NodeId]:
-    """The first `count` free nodes by name that could take a job; may be fewer."""
+    """Return up to `count` free nodes that could take the job, sorted by name."""
     free = cluster.free.get(pool, [])
     return list(islice((n for n in free if is_usable(cluster.hosts[n], need)), count))
 
 
 def own_nodes(cluster: Cluster, member: Member) -> Pinned | None:
-    """Free nodes for all that a job needs; None where there are too few."""
+    """Free nodes for the whole job, or None if there are too few."""
     nodes: Pinned = {}
     for pool, need in member.needs.items():
         nodes[pool] = free_nodes(cluster, pool, need, need.num_nodes)
@@ -84,18 +84,17 @@ def own_nodes(cluster: Cluster, member: Member) -> Pinned | None:
 
 
 def users(members: Iterable[Member], pool: Pool, node: NodeId) -> list[Member]:
-    """The members that are pinned to a node of a pool."""
     return [member for member in members if node in member.nodes.get(pool, ())]
 
 
 def has_room(host: Host, need: Need, beside: Iterable[Member]) -> bool:
-    """Whether a node could take a job beside these members, all of which are pinned to it."""
+    """Whether a node could take a job next to the members that are already pinned to it."""
     taken_bytes = sum(member.needs[host.pool].host_bytes for member in beside)
     return is_usable(host, need) and taken_bytes + need.host_bytes <= host.host_bytes
 
 
 def with_room(cluster: Cluster, group: Group, pool: Pool, need: Need) -> list[NodeId]:
-    """The nodes of a group that could take one more job beside the members that are there."""
+    """Nodes of a group that could take one more job next to their present members."""
     return [
         name
         for name in group.nodes.get(pool, [])
@@ -104,7 +103,7 @@ def with_room(cluster: Cluster, group: Group, pool: Pool, need: Need) -> list[No
 
 
 def alone_takes(cluster: Cluster, member: Member) -> str:
-    """The nodes that the job would take alone, and how many are free, for people."""
+    """Describe to users how many nodes the job would take alone, and how many are free."""
     return ", ".join(
         f"{need.num_nodes} of pool {pool} ({len(cluster.free.get(pool, ()))} free)"
         for pool, need in member.needs.items()

@@ -1,26 +1,28 @@
-"""The ring of coming time: when nodes are busy, and the shift that puts a job into their free time.
+"""A circular timeline of when nodes are busy, and the shift that fits a job into their idle time.
 
-The ring is a circular horizon: slot `t mod L` stands for every second t (PlexRL §4.3.1, §5.2.1). A
-periodic job is laid on it once, for ever: its period is rounded so that a whole number of periods
-fills the ring. A job whose period is longer than the ring has one period on it. A set of slots is
-an integer with a bit for each, so that to shift, to join and to count sets is one operation each.
+The timeline is a ring of L slots: slot `t mod L` stands for every second t (PlexRL §4.3.1, §5.2.1).
+A periodic job is laid on the ring only once: its period is rounded so that a whole number of
+periods fills the ring. A period longer than the ring is laid on it once. A set of slots is an
+integer with one bit per slot, so shifting, merging and counting sets are single operations.
 
-When nodes are busy follows from the members of their group, their cycles and when these began.
-Called by the choice among groups that could take a job.
+A node's busy slots follow from the members of its group, their cycles and their start times. Called
+when choosing among groups for a job.
 
-Cost:   O(P) to lay a job of P periods on the ring, once for each cycle; O(L / 64) to join two sets
-        and for each busy stretch that a shift passes.
+Cost: O(P) to lay a job of P periods on the ring, once per cycle. O(L / 64) to merge two sets, and
+    for each busy stretch that a shift passes.
 Source: PlexRL §4.3, §5.2.1. Deviations:
-    - PlexRL does not say how a period that does not divide the horizon goes on past the wrap. Cut
-      at the wrap, a footprint would be right for one lap of the ring only. Rounded, it is off by
-      T / (2·⌊L/T⌋) seconds a period at most (under 1 % up to T = 570 s), less than cycles jitter.
-    - PlexRL reserves free time only. Jobs that no shift fits may share nodes all the same, up to
-      the duty limit (its §4.4: strict non-overlap is infeasible).
-    - PlexRL rejects shifts by a segment tree over the free capacity of a pool, before any node is
-      looked at. On the backlog of its Fig. 8 such a tree rejected less than a third of the shifts,
-      and it took longer to keep it up to date than to look at the nodes.
-    - PlexRL keeps sorted ranges of free time. With a thousand periods on the ring these are long
-      lists: a decision among 100 nodes took ten times as long.
+
+- PlexRL does not say how a period that does not divide the horizon continues past the end of the
+  ring. If it were cut there, a footprint would be right for only one lap. With rounding, it is off
+  by at most T / (2·⌊L/T⌋) seconds per period (less than 1 % up to T = 570 s), which is less than
+  cycles jitter.
+- PlexRL only reserves idle time. Here, jobs that fit at no shift may still share nodes, up to the
+  duty limit (its §4.4 says that strict non-overlap is infeasible).
+- PlexRL uses a segment tree over a pool's free capacity to reject shifts before examining nodes. On
+  the backlog of its Fig. 8, such a tree rejected less than a third of the shifts, and updating it
+  took longer than examining the nodes.
+- PlexRL keeps sorted ranges of free time. With a thousand periods on the ring these are long lists;
+  a decision among 100 nodes took ten times as long.
 """
 
 from __future__ import annotations
@@ -37,41 +39,41 @@ from phaseloom.common.contract.specs import Cycle
 from phaseloom.scheduler.core.state.cluster import Member, Pool
 
 HORIZON_SLOTS = 28_800
-"""Slots of one second on the ring: eight hours."""
+"""Number of one-second slots on the ring: eight hours."""
 SHORTEST_PERIOD_S = 20.0
-"""Shorter cycles have no footprint, because slots of a second are too coarse for them; only the
-duty bound limits them."""
+"""Shorter cycles have no footprint, because one-second slots are too coarse for them. Only the duty
+limit restricts them."""
 _MEMO = 4096
-"""Footprints that are kept; one takes 4 kB."""
+"""Number of cached footprints, 4 kB each."""
 
 Slots = int
-"""A set of slots of the ring: bit t is slot t."""
+"""A set of slots: bit t is slot t."""
 Parts = tuple[tuple[int, int], ...]
-"""(offset, length) of each segment in slots, counted from the period's beginning."""
+"""(offset, length) of each segment in slots, relative to the start of the period."""
 Nodes = Mapping[Pool, Sequence[NodeId]]
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """A cycle in slots."""
+    """A cycle, in slots."""
 
     num_periods: int
-    """Periods on the ring."""
+    """Number of periods on the ring."""
     parts: dict[Pool, Parts]
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """The circular horizon, and what is asked of it.
+    """The circular timeline and queries on it.
 
-    In every method `members` are the jobs that may be on the nodes, each with its own nodes, cycle
-    and beginning. A member without a known cycle is never busy.
+    In every method, `members` are the jobs that may be on the nodes, each with its nodes, cycle and
+    start time. A member of unknown cycle is never busy.
     """
 
     num_slots: int = HORIZON_SLOTS
     shortest_s: float = SHORTEST_PERIOD_S
 
     def demand(self, cycle: Cycle) -> Demand:
-        """A cycle in slots; without segments where it is too short for them."""
+        """Convert a cycle to slots. It has no segments if it is too short for them."""
         if cycle.period_s < self.shortest_s:
             return Demand(1, {})
         pools = dict.fromkeys(segment.pool for segment in cycle.segments)
@@ -82,11 +84,11 @@ class Ring:
         return Demand(max(1, round(self.num_slots / cycle.period_s)), parts)
 
     def period(self, demand: Demand) -> int:
-        """The length of a demand's shortest period, in slots."""
+        """Length of one period, in slots, rounded down."""
         return self.num_slots // demand.num_periods
 
     def busy(self, members: Iterable[Member], pool: Pool, nodes: Sequence[NodeId]) -> Slots:
-        """Slots in which some member is busy on at least one of these nodes of a pool."""
+        """Slots in which any member is busy on at least one of these nodes of a pool."""
         slots = 0
         for member in members:
             if member.cycle is not None and not set(nodes).isdisjoint(member.nodes.get(pool, ())):
@@ -96,7 +98,7 @@ class Ring:
     def footprint(self, demand: Demand, pool: Pool, origin: int) -> Slots:
         """Slots in which a job is busy on a pool.
 
-        Args: origin: the slot in which the job's cycle begins.
+        Args: origin: slot in which the job's cycle starts.
         """
         laid = _laid(self.num_slots, demand.num_periods, demand.parts.get(pool, ()))
         return turned(laid, origin, self.num_slots)
@@ -104,10 +106,10 @@ class Ring:
     def find_shift(
         self, members: Sequence[Member], nodes: Nodes, demand: Demand, origin: int, limit: int
     ) -> int | None:
-        """The smallest shift, in slots up to `limit`, at which a demand fits in every period.
+        """Find the smallest shift, in slots up to `limit`, at which the cycle fits in every period.
 
-        Args:    origin: the slot in which the demand's cycle begins without a shift.
-        Returns: None where no shift does.
+        Args: origin: slot in which the cycle would start without a shift.
+        Returns: None if it fits at no shift.
         """
         wanted = [
             (self.footprint(demand, pool, origin), self.busy(members, pool, names))
@@ -118,9 +120,9 @@ class Ring:
     def overlap_share(
         self, members: Sequence[Member], nodes: Nodes, demand: Demand, origin: int
     ) -> float:
-        """Share of all time in which a demand and a member are busy on one of these nodes.
+        """Share of all time in which the job and a member are busy on the same node.
 
-        Shares of several pools are summed. This is the predicted interference (PlexRL §4.3.2).
+        The shares of several pools are added up. This is PlexRL's predicted interference (§4.3.2).
         """
         total = sum(
             (self.footprint(demand, pool, origin) & self.busy(members, pool, names)).bit_count()
@@ -136,9 +138,9 @@ RING = Ring()
 
 
 def slots_in(ranges: Iterable[tuple[int, int]], num_slots: int) -> Slots:
-    """The slots of some ranges (start, length), each of which may go on past the end of the ring.
+    """Slots of (start, length) ranges, which may wrap around the end of the ring.
 
-    Args: start: from 0 on.
+    Args: start: must be at least 0.
     """
     digits = bytearray(b"0" * num_slots)  # the first digit is the last slot
     for start, length in ranges:
@@ -151,16 +153,16 @@ def slots_in(ranges: Iterable[tuple[int, int]], num_slots: int) -> Slots:
 
 
 def turned(slots: Slots, shift: int, num_slots: int) -> Slots:
-    """All slots so much later, around the ring."""
+    """Rotate a set of slots around the ring."""
     shift %= num_slots
     return ((slots << shift) | (slots >> (num_slots - shift))) & ((1 << num_slots) - 1)
 
 
 def in_slots(segments: Iterable[tuple[float, float]]) -> Parts:
-    """(offset, length) of each segment, grown to whole slots; empty ones are left out.
+    """Round segments outwards to whole slots. Empty segments are dropped and touching ones joined.
 
-    Args:    segments: (offset_s, duration_s) pairs.
-    Returns: sorted, those that touch joined.
+    Args: segments: (offset_s, duration_s) pairs.
+    Returns: sorted (offset, length) pairs.
     """
     joined: list[tuple[int, int]] = []
     for start, end in sorted((floor(a), ceil(a + d)) for a, d in segments if d > 0):
@@ -173,21 +175,21 @@ def in_slots(segments: Iterable[tuple[float, float]]) -> Parts:
 
 @lru_cache(maxsize=_MEMO)
 def _laid(num_slots: int, num_periods: int, parts: Parts) -> Slots:
-    """The slots of a demand whose cycle begins in slot 0."""
+    """Slots of a cycle that starts in slot 0."""
     starts = (k * num_slots // num_periods for k in range(num_periods))
     ranges = ((start + offset, length) for start in starts for offset, length in parts)
     return slots_in(ranges, num_slots)
 
 
 def smallest_shift(wanted: Sequence[tuple[Slots, Slots]], limit: int, num_slots: int) -> int | None:
-    """Micro-shift: the smallest delay δ up to `limit` that puts every segment into free time.
+    """Micro-shift: the smallest delay δ up to `limit` that moves every segment into idle time.
 
-    The best shift is 0 or brings some segment past a busy stretch, so each step goes to the next
-    such δ; no grid is searched.
+    The best shift is either 0 or moves some segment past a busy stretch. So each step jumps to the
+    next such δ, without a search grid.
 
-    Args:   wanted: the slots that are wanted and those that are busy, of each pool.
+    Args: wanted: per pool, the requested slots and the busy slots.
     Source: PlexRL §4.3.2, eq. 1-2. Its cost J(δ) = w1·(t_end(δ) − T)/T + w2·δ/T, with t_end =
-        max(a_i + d_i) + δ, grows with δ: the best shift is the smallest that fits.
+    max(a_i + d_i) + δ, grows with δ, so the best shift is the smallest that fits.
     """
     shift = 0
     while shift <= limit:
@@ -202,7 +204,8 @@ def smallest_shift(wanted: Sequence[tuple[Slots, Slots]], limit: int, num_slots:
 
 
 def _way_out(met: Slots, busy: Slots) -> int:
-    """By how much the first slot that is met is to be shifted until it is not busy; 0: none is."""
+    """Distance by which the first conflicting slot must move to become idle. 0 if there is no
+    conflict."""
     if not met:
         return 0
     return _first(~(busy >> _first(met)))

@@ -1,1 +1,2 @@
-"""Shared parts of PlexRL's policies (§6.3): where a job fits, and when a waiting one will fit."""
+"""Building blocks of PlexRL's policies (§6.3): where a job fits, and when a waiting job will
+fit."""

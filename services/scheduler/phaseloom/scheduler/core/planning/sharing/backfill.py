@@ -1,10 +1,10 @@
-"""A reservation for the head of the line (EASY backfill).
+"""A reservation for the job at the head of the queue (EASY backfill).
 
-The head's earliest start follows from when the jobs before it end at the latest. A later job is let
-past only where it leaves that start as it is. A job whose end is not known never ends here: where
-the head's start depends on it there is no start to protect.
+The head's earliest possible start follows from the latest end of the jobs before it. A later job
+may overtake only if it leaves that start unchanged. A job without a known end is assumed never to
+end; if the head's start depends on such a job, there is no start to protect.
 
-Cost: a look at every member, and at the cycles of those groups that would be free first.
+Cost: reads every member, and the cycles of the groups that would be free first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phaseloom.scheduler.core.state.cluster import Cluster, Group, Member, Need,
 
 
 class Reservation:
-    """The reservation of the oldest job that waits (the head), against a later one."""
+    """The reservation of the oldest waiting job (the head) against a later job."""
 
     def __init__(self, cluster: Cluster, member: Member) -> None:
         self._cluster = cluster
@@ -33,10 +33,10 @@ class Reservation:
         head = cluster.waiting[0] if cluster.waiting else None
         self._head = None if head is None or head.job == member.job else head
         self._start_s: float | None = None
-        """The head's earliest start, once it was needed."""
+        """The head's earliest start, computed on first use."""
 
     def allows(self, group: str, nodes: Pinned) -> bool:
-        """Whether the head starts no later with the member placed like this than without it."""
+        """Whether the head starts no later if the other job is placed like this."""
         if self._head is None:
             return True
         if self._start_s is None:
@@ -48,10 +48,10 @@ class Reservation:
 
 
 def earliest_start(cluster: Cluster, head: Member) -> float:
-    """Time at which the head finds a place, if nobody else comes and all jobs end as late as they
-    may.
+    """Latest time at which the head can be placed, if no other jobs come.
 
-    The place is on nodes of its own, or in a group from which some jobs have gone.
+    The head is placed on nodes of its own, or in a group from which some jobs have gone. All jobs
+    are assumed to end as late as they may.
     """
     own_s = _own_start(cluster, head)
     by_time = sorted(
@@ -67,7 +67,7 @@ def earliest_start(cluster: Cluster, head: Member) -> float:
 
 
 def _with(cluster: Cluster, member: Member, name: str, pinned: Pinned) -> Cluster:
-    """The cluster with one more job; all that did not change is shared."""
+    """Return the cluster with one more job. Unchanged parts are shared."""
     joined = msgspec.structs.replace(member, nodes=pinned)
     group = cluster.groups.get(name, Group(name))
     nodes = dict(group.nodes)
@@ -82,7 +82,7 @@ def _with(cluster: Cluster, member: Member, name: str, pinned: Pinned) -> Cluste
 
 
 def _own_start(cluster: Cluster, head: Member) -> float:
-    """Time at which enough nodes of every pool will be nobody's."""
+    """Time at which enough nodes of every pool will be free."""
     until_s: dict[NodeId, float] = {}
     for group in cluster.groups.values():
         for member in group.members.values():
@@ -101,7 +101,7 @@ def _own_start(cluster: Cluster, head: Member) -> float:
 def _frees(
     cluster: Cluster, pool: Pool, need: Need, until_s: dict[NodeId, float]
 ) -> Iterator[float]:
-    """Times at which the used nodes of a pool will be nobody's."""
+    """Yield the times at which the used nodes of a pool become free."""
     for name, at_s in until_s.items():
         host = cluster.hosts[name]
         if host.pool == pool and is_usable(host, need):
@@ -109,9 +109,9 @@ def _frees(
 
 
 def _openings(cluster: Cluster, group: Group) -> Iterator[tuple[float, int]]:
-    """(when, how many of its jobs are gone) of a group with room, as its jobs end one by one.
+    """Yield (time, number of ended jobs) of a group with room, as its jobs end one by one.
 
-    With the last of them the group is gone too: its nodes are free ones.
+    After its last job the group is gone: its nodes then count as free nodes.
     """
     if group.is_closed:
         return
@@ -122,7 +122,8 @@ def _openings(cluster: Cluster, group: Group) -> Iterator[tuple[float, int]]:
 
 
 def _takes(cluster: Cluster, group: Group, gone: int, head: Member) -> bool:
-    """Whether the head fits beside those that are left, on their nodes and the ones free now."""
+    """Whether the head fits next to the group's remaining jobs, on their nodes and the currently
+    free ones."""
     ended = {member.job for member in sorted(group.members.values(), key=_end_s)[:gone]}
     left = {job: member for job, member in group.members.items() if job not in ended}
     nodes: dict[Pool, list[NodeId]] = {}

@@ -1,12 +1,12 @@
-"""The choice among the groups that could take a job (PlexRL §4.3.2, §6.3).
+"""Choosing among the groups that could take a job (PlexRL §4.3.2, §6.3).
 
-Groups are gone through in classes by their number of jobs, in the order that the policy wants;
-the first class that has a feasible one decides. Within it: duty, in bands of a tenth; then the
-least interference that the ring predicts at the best shift; then periods that are multiples of
-one another (§7.1); then the exact duty, and the group's age.
+Groups are grouped by their number of jobs, in the policy's order. The first class with a feasible
+group decides. Within a class, groups are ordered by duty in bands of a tenth, then by the predicted
+interference at the best shift, then by how close the periods are to multiples of each other (§7.1),
+then by exact duty, and finally by age.
 
-Cost: linear in the groups with room; the ring and the others' cycles are looked at for one
-group after the other, until one without interference is found, or `_MAX_COMPARED` that would do.
+Cost: linear in the groups with room. The timeline and the other jobs' cycles are read one group at
+    a time, until a group without interference or `_MAX_COMPARED` feasible groups are found.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ from phaseloom.scheduler.core.planning.timeline import RING
 from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Group, Member, Placed, Waits
 
 ALPHA = 1.0
-"""The longest shift, as a share of the period."""
+"""Longest shift, as a fraction of the period."""
 _MAX_COMPARED = 4
 _BANDS = 10
 
 Accepts = Callable[[str, Pinned], bool]
-"""(group, empty for a new one; nodes) -> whether the job may go there."""
+"""Predicate (group name, nodes) -> whether the job may go there. The name of a new group is
+empty."""
 
 
 class Refusals(msgspec.Struct):
-    """Number of groups that were refused, by reason."""
+    """Number of rejected groups, by reason."""
 
     full: int = 0
     no_nodes: int = 0
     waits: int = 0
     held: int = 0
-    """Groups that are held for the head of the line."""
+    """Placements that would delay the job at the head of the queue."""
     least_wait: float = 1.0
 
 
 class _Asked(msgspec.Struct):
-    """One decision: the job, the cluster and what the policy wants."""
+    """One decision: the job, the cluster and the policy's preferences."""
 
     cluster: Cluster
     member: Member
@@ -65,13 +66,12 @@ def join_or_open(
     is_counted: bool = True,
     accepts: Accepts = lambda *_: True,
 ) -> Decision:
-    """A place in a group with room, or on free nodes, else the reason to wait.
+    """Place the job in a group with room or on free nodes, or return the reason to wait.
 
-    Args:
-        name: the policy's name.
-        most_first: whether full groups are preferred to empty nodes.
-        is_counted: whether the limit of jobs in a group applies to the job.
-        accepts: what else a place must keep.
+    Args: name: the policy's name.
+          most_first: whether to prefer the fullest groups to free nodes.
+          is_counted: whether the limit on jobs per group applies to this job.
+          accepts: further condition on a placement.
     """
     asked = _Asked(cluster, member, most_first, accepts)
     by_jobs = _classes(asked, is_counted)
@@ -91,7 +91,7 @@ def on_free_nodes(cluster: Cluster, member: Member) -> Placed | None:
 
 
 def _classes(asked: _Asked, is_counted: bool) -> dict[int, list[Group]]:
-    """The groups with room, by their number of jobs."""
+    """Groups with room, by their number of jobs."""
     by_jobs: dict[int, list[Group]] = {}
     for group in asked.cluster.groups.values():
         is_full = len(group.members) >= asked.cluster.limits.max_group_jobs
@@ -113,7 +113,7 @@ def _on_its_own(asked: _Asked) -> Placed | None:
 
 
 def _best(asked: _Asked, groups: list[Group]) -> Placed | None:
-    """The best place among groups that have the same number of jobs."""
+    """Best placement among groups that have the same number of jobs."""
     sites = list(_sites(asked, groups))
     ranked = sorted(((_rank(asked, site), i, site) for i, site in sites), key=lambda r: r[:2])
     best: tuple[tuple[float, float, float, float], Placed] | None = None
@@ -144,14 +144,15 @@ def _sites(asked: _Asked, groups: list[Group]) -> Iterator[tuple[int, Site]]:
 
 
 def _rank(asked: _Asked, site: Site) -> tuple[float, float, float]:
-    """(band of duty, mismatch of periods, duty) to sort by, the least first."""
+    """Sort key, lowest first: band of duty, mismatch of periods, duty."""
     sign = -1 if asked.most_first else 1
     mismatch = period_mismatch(asked.member, site.group.members.values())
     return sign * int(_BANDS * site.duty), round(mismatch, 2), sign * site.duty
 
 
 def _fit(asked: _Asked, site: Site) -> tuple[float, Placed] | None:
-    """The site as a place at its best shift, with the interference that the ring predicts."""
+    """Place the job at the site with its best shift, and return the predicted interference with
+    it."""
     was_held = False
     for candidate in sites_in(asked.cluster, site.group, asked.member, site):
         if not asked.accepts(candidate.group.name, candidate.nodes):
@@ -170,10 +171,10 @@ def _fit(asked: _Asked, site: Site) -> tuple[float, Placed] | None:
 
 
 def _shift(asked: _Asked, site: Site) -> tuple[int, float]:
-    """The micro-shift, and the share of time in which the job meets others there.
+    """Return the micro-shift and the share of time in which the job meets others at it.
 
-    Where no shift keeps every period clear, as with periods that are no multiples of one another,
-    none is taken.
+    If no shift keeps every period clear (periods that are no multiples of each other, for example),
+    the shift is 0.
     """
     if asked.member.cycle is None:
         return 0, 0.0

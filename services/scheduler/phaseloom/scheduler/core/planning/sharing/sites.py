@@ -1,8 +1,8 @@
-"""Nodes that a job could take: those of a group whose jobs it would join, or free ones.
+"""Candidate nodes for a job: those of a group that it would join, and free ones.
 
-A site is feasible where it keeps the limits: the group's number of jobs, host memory of every node
-(I4), and the duty-ratio bound (PlexRL §7.2), which an SLO makes narrower: a job that waits the
-share w of its time is 1 / (1 − w) times slower than alone.
+A site is feasible if it keeps three limits: the group's number of jobs, the host memory of every
+node (invariant I4), and the duty-ratio bound (PlexRL §7.2). An SLO tightens that bound, because a
+job that waits for a share w of its time is 1 / (1 − w) times slower than alone.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from phaseloom.scheduler.core.state.cluster import Cluster, Group, Limits, Membe
 
 
 class Site(msgspec.Struct, frozen=True):
-    """A place for one job, before the others' cycles are looked at."""
+    """A candidate placement, before the other jobs' cycles are considered."""
 
     group: Group
     nodes: Pinned
     duty: float
-    """Share of time that the busiest of the nodes is used, without the job."""
+    """Share of time that the busiest of the nodes is used, without the new job."""
     load: float
-    """Share of time that the busiest of the nodes would be used with the job; above 1: somebody
-    waits."""
+    """Share of time that the busiest of the nodes would be used, with the new job. Above 1, some
+    job waits."""
 
 
 def sites_in(cluster: Cluster, group: Group, member: Member, site: Site) -> Iterator[Site]:
-    """A place in a group, then the same with free nodes of the pool that the job uses most.
+    """Yield a site, and a variant with free nodes in the pool that the job uses most.
 
-    PlexRL shares training nodes and gives every job rollout nodes of its own (§6.2); whether nodes
-    of a pool can be shared is for the bounds to say.
+    PlexRL shares training nodes and gives every job rollout nodes of its own (§6.2). Here the
+    limits decide whether nodes of a pool can be shared.
     """
     yield site
     if len(member.needs) > 1 and member.cycle is not None:
@@ -46,9 +46,10 @@ def sites_in(cluster: Cluster, group: Group, member: Member, site: Site) -> Iter
 def site_in(
     cluster: Cluster, group: Group, member: Member, apart: Sequence[Pool] = ()
 ) -> Site | None:
-    """The least used nodes of a group that can take the job, and free ones where they are too few.
+    """Choose the least used suitable nodes of a group, and free nodes if these are too few.
 
-    Args: apart: pools of which it takes free nodes only.
+    Args: apart: pools in which to use free nodes only.
+    Returns: None if there are too few nodes.
     """
     nodes: Pinned = {}
     duty = load = 0.0
@@ -68,12 +69,11 @@ def site_in(
 
 
 def used_share(group: Group, pool: Pool, node: NodeId) -> float:
-    """Share of time in which the members of a group use one of its nodes."""
     return sum(duty_of(m, pool) for m in users(group.members.values(), pool, node))
 
 
 def duty_of(member: Member, pool: Pool) -> float:
-    """Share of its time alone in which a job uses a pool; 0: not known."""
+    """Share of its time in which a job uses a pool when running alone. 0 if unknown."""
     cycle = member.cycle
     if cycle is None:
         return 0.0
@@ -81,10 +81,10 @@ def duty_of(member: Member, pool: Pool) -> float:
 
 
 def period_mismatch(member: Member, others: Iterable[Member]) -> float:
-    """Distance of periods from being multiples of one another, for the worst of the others: 0 to
-    1/2.
+    """Distance of the job's and the others' periods from being multiples of each other: 0 to 1/2.
 
-    Jobs with commensurate periods settle into one another's gaps (PlexRL §7.1).
+    The worst of the others counts. Jobs with commensurate periods settle into one another's idle
+    time (PlexRL §7.1).
     """
     worst = 0.0
     for other in others:
@@ -96,16 +96,16 @@ def period_mismatch(member: Member, others: Iterable[Member]) -> float:
 
 
 def longest_wait(limits: Limits, site: Site, member: Member, shift_s: float) -> tuple[float, bool]:
-    """The largest share of its time that a member of the group, the newcomer included, would wait.
+    """Predict the largest share of its time that any member, including the new job, would wait.
 
-    Returns: (that share, whether every member's bound is kept). A job whose cycle is not known may
-    take all the slack there is: nothing can be promised beside it.
+    Returns: (that share, whether every member's bound is kept). A job of unknown cycle may use all
+        the slack, so no SLO can be promised next to it.
     """
     newcomer = msgspec.structs.replace(member, nodes=site.nodes, shift_s=shift_s)
     members = [*site.group.members.values(), newcomer]
     if any(m.cycle is None for m in members):
         return 0.0, not any(m.slo for m in members)
-    # At best, a node that is asked for `load` of its time serves each job at 1/load of its speed.
+    # At best, a node with a total load of `load` runs each job at 1/load of its speed.
     least = 1 - 1 / max(1.0, site.load)
     if least > limits.duty_limit:
         return least, False
