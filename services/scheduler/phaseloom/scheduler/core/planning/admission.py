@@ -223,7 +223,7 @@ def nodes_among(
 ) -> dict[Pool, list[NodeId]] | None:
     """Find nodes for a job in a group, and free nodes if the group has too few.
 
-    Prefers nodes with few members among those with enough host memory.
+    Prefers the nodes with the fewest members among those with enough host memory.
 
     Args: first: nodes to prefer.
           beside: whether the need adds to what the job already has there. If not, it replaces it.

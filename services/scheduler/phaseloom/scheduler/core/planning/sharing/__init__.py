@@ -1,2 +1,2 @@
-"""Building blocks of PlexRL's policies (§6.3): where a job fits, and when a waiting job will
-fit."""
+"""Building blocks of PlexRL's policies (§6.3): candidate nodes, choice among groups,
+reservations."""

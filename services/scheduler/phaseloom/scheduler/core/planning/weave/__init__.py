@@ -1,2 +1,2 @@
-"""Co-execution groups: how fast the jobs of a group go round, and which of them fit together (WEAVE
-§4.2, §4.3)."""
+"""Co-execution groups: the pace of a group's jobs, and which jobs fit together (WEAVE §4.2,
+§4.3)."""

@@ -1,20 +1,19 @@
-"""Candidate placements: members on given nodes, with the budgets that their SLOs leave them.
+"""Candidate placements: members on given nodes, with the time budgets that their SLOs leave them.
 
-An SLO bounds the mean iteration over a job's life. So a member has a budget of seconds for the
-iterations that it has left: what it saved while it ran alone it may spend beside others, and what a
-move cost it has to make good. That is the guard of execution without a barrier:
+An SLO bounds the mean iteration over a job's life. So each member has a budget of seconds for its
+remaining iterations. Time saved while running alone may be spent next to others, and the pause of a
+move must be made up for. These budgets replace the barrier as a safeguard:
 
-- a group is let grow only where every member's settled pace, the worst of several orbits, fits its
-  budget, with a reserve for joining midway and for the move itself;
-- and where that still holds after any of the members has left, because in a first-in-first-out
-  queue a departure can delay those who stay;
-- where a percentage of single iterations must be within the SLO as well, a member also has a budget
-  of iterations that may be late, to which the same applies;
-- and a group that no longer keeps within its budgets counts as dear, so that the next replan
-  changes it.
+- A group may grow only if every member's settled pace, in the worst of several orbits, fits its
+  budget, with a reserve for joining midway and for the move itself.
+- This must still hold after any set of members has left, because in a first-in-first-out queue a
+  departure can delay the remaining jobs.
+- If a percentage of single iterations must also meet the SLO, a member has a second budget for the
+  number of late iterations, with the same rules.
+- A group that exceeds a budget counts as expensive, so the next replan changes it.
 
-Where placement counts on sharing in space, all of this is asked of the group as `side_by_side` sees
-it: rollouts that can be beside one another wait for nobody, and take longer.
+If placement counts on sharing in space, all of this applies to the group as `side_by_side` models
+it: rollouts that can run side by side do not wait for each other, but take longer.
 """
 
 from __future__ import annotations
@@ -39,38 +38,38 @@ from phaseloom.scheduler.core.state.cluster import Cluster, Host, Member, Need
 
 SLACK = 1e-6
 UNKNOWN_LEFT = 20
-"""The number of iterations that a job of unknown length is taken to have left."""
+"""Assumed number of remaining iterations of a job of unknown length."""
 MOVE_S = 308.0
 """Pause of a job that moves: the mean of WEAVE's 197 s (7B) to 419 s (32B)."""
 RESERVE = 0.08
-"""Share of the work left that a job that drifts keeps in reserve: its next iterations may be
-shorter than its last ones, and bring it less to spend."""
+"""Fraction of the remaining work kept in reserve for a job whose cycle drifts: its next iterations
+may be shorter than the last ones, which shrinks its budget."""
 TRANSIENT = 1.0
-"""Share of the longest single wait that is reserved when a group changes."""
+"""Fraction of the longest single wait that is reserved when a group changes."""
 
 
 class Candidate(NamedTuple):
-    """A member of a group, with the rollout nodes that it has or would have."""
+    """A member of a group, with its actual or intended rollout nodes."""
 
     job: str
     timing: Timing
     left: int
-    """Iterations that the job has left."""
+    """Remaining iterations."""
     budget_s: float
-    """Seconds that these may take; inf: best effort."""
+    """Seconds that these iterations may take. inf: best effort."""
     nodes: tuple[str, ...]
     rollout: Need
     train: Need
     late: float = inf
-    """Iterations that may still take longer than the SLO allows one to take; inf: all."""
+    """Number of iterations that may still exceed the SLO individually. inf: no limit."""
     slo: float = 0.0
     is_exclusive: bool = False
     takes_turns: bool = False
-    """Whether rollouts on its node take turns, if it is the newest there."""
+    """Whether rollouts on its node take turns if this is the node's newest job."""
 
     @property
     def work_s(self) -> float:
-        """Seconds that the iterations left would take alone."""
+        """Seconds that the remaining iterations would take alone."""
         return self.left * self.timing.solo_s
 
 
@@ -79,14 +78,14 @@ Candidates = tuple[Candidate, ...]
 
 
 Budget = tuple[int, float]
-"""The iterations that a job has left, and the seconds that these may take; inf: best effort."""
+"""(remaining iterations, seconds that they may take). inf seconds: best effort."""
 
 
 def budget_of(cluster: Cluster, member: Member, timing: Timing) -> Budget:
-    """The budget of a member as it is placed now.
+    """Compute the budget of a member in its present placement.
 
-    The budget starts anew for a job that can no longer make its mean even alone: its SLO is lost,
-    but the job is not to be starved.
+    If a job can no longer meet its mean even alone, its SLO is lost. Its budget then restarts, so
+    that the job is not starved.
     """
     promised_s = member.slo * member.alone_s if member.slo > 0 else inf
     saved_s = promised_s - _lived_s(cluster, member, timing)
@@ -105,7 +104,7 @@ def budget_of(cluster: Cluster, member: Member, timing: Timing) -> Budget:
 
 
 def candidate_of(cluster: Cluster, member: Member) -> Candidate:
-    """A member as it is placed now."""
+    """Build the candidate for a member in its present placement."""
     timing = timing_of(member)
     left, budget_s = budget_of(cluster, member, timing)
     return Candidate(
@@ -124,8 +123,10 @@ def candidate_of(cluster: Cluster, member: Member) -> Candidate:
 
 
 def _late(member: Member, left: int, percentile: float) -> float:
-    """Iterations that a member may still be late with. They are reckoned anew for a job that was
-    late too often: its percentile is lost."""
+    """Number of iterations with which a member may still be late.
+
+    If the job has already been late too often, its percentile is lost and the count restarts.
+    """
     if not percentile or member.slo <= 0:
         return inf
     share = 1 - percentile / 100
@@ -134,10 +135,10 @@ def _late(member: Member, left: int, percentile: float) -> float:
 
 
 def _lived_s(cluster: Cluster, member: Member, timing: Timing) -> float:
-    """Seconds from a job's submission until its last iteration ended.
+    """Seconds from a job's submission to the end of its last iteration.
 
-    The iteration under way is among those that are left; it counts only from where it is overdue.
-    The pause of a move that the job has not made up for yet is added.
+    The current iteration belongs to the remaining ones; only the time by which it is overdue counts
+    here. The pause of a move that the job has not made up for yet is added.
     """
     now_s = max(0.0, cluster.now_s - member.submitted_s)
     if not member.iterations:
@@ -149,22 +150,22 @@ def _lived_s(cluster: Cluster, member: Member, timing: Timing) -> float:
 
 
 def signature(group: Candidates) -> tuple[tuple[str, tuple[str, ...], bool], ...]:
-    """The members, their nodes, and whether they take turns there: all that differs between groups
-    of one replan."""
+    """Key of a group within one replan: its members, their nodes, and whether they take turns
+    there."""
     return tuple((candidate.job, candidate.nodes, candidate.takes_turns) for candidate in group)
 
 
 class Shares(NamedTuple):
-    """The share of its time that each node must give the members, for their budgets to be kept."""
+    """Share of its time that each node must give the members to keep their budgets."""
 
     train: float
-    """Of the train nodes."""
+    """Share of the train nodes' time."""
     rollout: dict[str, float]
 
 
 def shares_of(group: Candidates) -> Shares | None:
-    """The shares that a group takes; None where it asks a member for more than its budget, or a
-    node for more than its time."""
+    """Compute the shares that a group needs. None if it exceeds a member's budget or a node's
+    time."""
     train = 0.0
     rollout: dict[str, float] = {}
     for candidate in group:
@@ -186,7 +187,7 @@ def shares_of(group: Candidates) -> Shares | None:
 
 
 def has_shares(shares: Shares, candidate: Candidate, nodes: Iterable[str]) -> bool:
-    """Whether a group that takes these shares leaves enough to one more job on some nodes."""
+    """Whether a group that needs these shares leaves enough for one more job on some nodes."""
     budget_s = candidate.budget_s
     if budget_s == inf:
         return True
@@ -200,23 +201,22 @@ def has_shares(shares: Shares, candidate: Candidate, nodes: Iterable[str]) -> bo
 
 
 View = Callable[[Candidates], list[Candidates]]
-"""A group as it may run: the phases that take longer beside others, the nodes that nobody queues
-for. The first way is that with the longest phases."""
+"""Models how a group runs: longer phases if rollouts share a device, no queueing on those nodes.
+Returns alternatives, of which the first has the longest phases."""
 
 
 def in_turns(group: Candidates) -> list[Candidates]:
-    """The group as it is, where all phases on a node take turns."""
+    """Model a group in which all phases on a node take turns."""
     return [group]
 
 
 HostOf = Callable[[str], Host | None]
-"""A node by name; None: there is none."""
+"""Look up a node by name. None: unknown."""
 
 
 def slowdowns_of(group: Candidates, host_of: HostOf) -> dict[str, float]:
-    """The nodes on which rollouts are beside one another, and how many times as long as alone they
-    take there at most."""
-    # Every choice of nodes is asked, so what shares no node is passed over quickly.
+    """Nodes on which rollouts run side by side → upper bound of their slowdown there."""
+    # Called for every choice of nodes, so nodes with a single user are skipped early.
     users: dict[str, list[Candidate]] = {}
     for candidate in group:
         for node in candidate.nodes:
@@ -234,15 +234,16 @@ def slowdowns_of(group: Candidates, host_of: HostOf) -> dict[str, float]:
 
 
 COMPANY = (1.0, 0.5, 0.0)
-"""Shares of what company costs at most, by which a group is judged: a rollout may have less company
-than it could, and in a first-in-first-out queue a job can be delayed by one that is faster."""
+"""Fractions of the neighbours' maximum cost at which a group is evaluated. A rollout may have fewer
+neighbours than possible, and in a first-in-first-out queue a faster job can delay another."""
 
 
 def side_by_side(group: Candidates, host_of: HostOf, switch_s: float) -> list[Candidates]:
-    """A group whose rollouts are beside one another where they can be.
+    """Model a group whose rollouts run side by side where possible.
 
-    There a job has no nodes, since it queues for none, and its rollouts take up to as long as
-    beside all others. Before each of them it may wait for another job's switch, and for its own.
+    On such nodes a job does not queue, so it is listed without nodes. Its rollouts take up to as
+    long as with all neighbours at once. Before each rollout it may wait for another job's switch
+    and for its own.
     """
     slowdowns = slowdowns_of(group, host_of) if len(group) > 1 else {}
     if not slowdowns:
@@ -265,7 +266,7 @@ def _slowed(
 
 
 def shape(group: Candidates) -> tuple[Rollout, ...]:
-    """The group as the simulation of `fifo` sees it: nodes numbered as they appear."""
+    """Convert the group for the simulation in `fifo`: nodes are numbered in order of appearance."""
     numbers: dict[str, int] = {}
     return tuple(
         [
@@ -281,7 +282,7 @@ def shape(group: Candidates) -> tuple[Rollout, ...]:
 
 
 def progress(group: Candidates, switch_s: float, view: View = in_turns) -> list[float]:
-    """Speed of each member: seconds of iterations alone that a second brings; 1 without a delay."""
+    """Speed of each member relative to running alone: 1 means no delay."""
     means = mean_iterations_s(shape(view(group)[0]), switch_s)
     return [
         candidate.timing.solo_s / mean if mean > 0 else 1.0
@@ -290,9 +291,10 @@ def progress(group: Candidates, switch_s: float, view: View = in_turns) -> list[
 
 
 def holds(group: Candidates, switch_s: float, *, is_changed: bool, view: View = in_turns) -> bool:
-    """Whether all members keep within their budgets, now and after any departures.
+    """Whether all members keep their budgets, now and after any departures.
 
-    Args: is_changed: a member has just come, so that all of them may have to wait once more.
+    Args: is_changed: whether a member has just joined, so that all of them may have to wait once
+        more.
     """
     if len(group) == 1:
         return True
@@ -302,7 +304,7 @@ def holds(group: Candidates, switch_s: float, *, is_changed: bool, view: View = 
     tight = _tight(whole, switch_s)
     parts = [part for size in range(len(group), 1, -1) for part in combinations(group, size)]
     if view is not in_turns:
-        # With fewer jobs on it, a node whose jobs took turns may have them side by side.
+        # With fewer jobs, a node whose jobs took turns may run them side by side.
         ways = [view(part) for part in parts]
         tight = tight.union(*(_tight(longest, switch_s) for longest, *_ in ways))
         parts = [way for each in ways for way in each]
@@ -315,14 +317,14 @@ def holds(group: Candidates, switch_s: float, *, is_changed: bool, view: View = 
 
 
 def _tight(group: Candidates, switch_s: float) -> set[str]:
-    """The members that are not within their budgets whatever happens."""
+    """Members that could exceed their budgets and must therefore be simulated."""
     return {candidate.job for i, candidate in enumerate(group) if not _is_safe(group, i, switch_s)}
 
 
 def _is_safe(group: Candidates, i: int, switch_s: float) -> bool:
-    """Whether a member is within its budget even if it waits for all others in every iteration.
+    """Whether a member keeps its budget even if it waits for all others in every iteration.
 
-    Nothing has to be simulated for it then, whoever leaves.
+    Such a member needs no simulation, whichever members leave.
     """
     candidate, longest_s = group[i], _longest_s(group, i, switch_s)
     if candidate.late < inf and longest_s > candidate.timing.allowed_s + SLACK:
@@ -331,15 +333,16 @@ def _is_safe(group: Candidates, i: int, switch_s: float) -> bool:
 
 
 def _longest_s(group: Candidates, i: int, switch_s: float) -> float:
-    """Seconds of an iteration in which a member waits for all others."""
+    """Length of an iteration in which a member waits for all others."""
     queued_s, num_queued = _queue_s(group, i)
     return group[i].timing.solo_s + queued_s + (num_queued + 2) * switch_s
 
 
 def _is_within(group: Candidates, i: int, switch_s: float, reserve_s: float) -> bool:
-    """Whether a member is within its budget whatever a simulation would say.
+    """Whether a member keeps its budget for every possible result of the simulation.
 
-    A simulation that ends in the middle of an iteration counts its time to those before.
+    A simulation that ends in the middle of an iteration counts that time towards earlier
+    iterations.
     """
     longest_s = _longest_s(group, i, switch_s)
     seen_s = (MAX_LAPS - WARM_LAPS) * max(candidate.timing.solo_s for candidate in group)
@@ -350,10 +353,10 @@ def _is_within(group: Candidates, i: int, switch_s: float, reserve_s: float) -> 
 
 
 def _queue_s(group: Candidates, i: int) -> tuple[float, int]:
-    """Seconds and number of all phases that can be ahead of a member's own in an iteration.
+    """Total seconds and number of the phases that can run before a member's own in an iteration.
 
-    That is one of each other job on the train nodes, and one on the rollout nodes where they share
-    some, or where any member spans several nodes.
+    That is one phase of each other job on the train nodes. On the rollout nodes it is also one
+    phase of each other job if they share a node or if any member spans several nodes.
     """
     own = set(group[i].nodes)
     spans = any(len(candidate.nodes) > 1 for candidate in group)
@@ -369,7 +372,7 @@ def _queue_s(group: Candidates, i: int) -> tuple[float, int]:
 
 
 def _keep_time(group: Candidates, switch_s: float, is_changed: bool, tight: set[str]) -> bool:
-    """Whether the members in `tight` keep within their budgets in every orbit that was found."""
+    """Whether the members in `tight` keep their budgets in every simulated orbit."""
     reserves_s = [
         TRANSIENT * _longest_wait_s(group, i) if is_changed else 0.0 for i in range(len(group))
     ]
@@ -393,8 +396,10 @@ def _keep_time(group: Candidates, switch_s: float, is_changed: bool, tight: set[
 
 
 def _are_punctual(group: Candidates, switch_s: float, is_changed: bool, tight: set[str]) -> bool:
-    """Whether the members in `tight` are late no more often than they may, in every orbit that was
-    found. A change of the group makes one more iteration late."""
+    """Whether the members in `tight` are late no more often than allowed, in every simulated orbit.
+
+    A change of the group makes one more iteration late.
+    """
     if all(candidate.late == inf or candidate.job not in tight for candidate in group):
         return True
     allowed_s = tuple([candidate.timing.allowed_s for candidate in group])
@@ -407,13 +412,13 @@ def _are_punctual(group: Candidates, switch_s: float, is_changed: bool, tight: s
 
 
 def _longest_wait_s(group: Candidates, i: int) -> float:
-    """Most seconds by which one iteration takes longer because a group has changed."""
+    """Maximum delay of a single iteration because the group has changed."""
     longest_s = max(candidate.timing.solo_s for k, candidate in enumerate(group) if k != i)
     return min(_queue_s(group, i)[0], 2 * longest_s)
 
 
 def moved(candidate: Candidate, move_s: float) -> Candidate | None:
-    """A candidate after a move, which makes one iteration late; None where its budget does not
+    """Return a candidate after a move, which makes one iteration late. None if its budget cannot
     cover the pause."""
     left_s, late = candidate.budget_s - move_s, candidate.late - 1
     if left_s < candidate.work_s or late < 0:
@@ -422,7 +427,7 @@ def moved(candidate: Candidate, move_s: float) -> Candidate | None:
 
 
 def nodes_of(group: Iterable[Candidate]) -> list[str]:
-    """Rollout nodes, in the order in which members took them."""
+    """Rollout nodes of the group, in the order in which members acquired them."""
     nodes: dict[str, None] = {}
     for candidate in group:
         for node in candidate.nodes:
@@ -431,7 +436,7 @@ def nodes_of(group: Iterable[Candidate]) -> list[str]:
 
 
 def by_load(group: Candidates, nodes: Sequence[str]) -> list[str]:
-    """Nodes by load, the least first; ties in the order given."""
+    """Sort nodes by load, least first; ties keep the given order."""
     load = dict.fromkeys(nodes, 0.0)
     for candidate in group:
         for node in candidate.nodes:

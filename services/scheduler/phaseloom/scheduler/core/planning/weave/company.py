@@ -1,20 +1,21 @@
 """Rollouts that run side by side on a device, as placement counts on them.
 
-Where the rollouts of all jobs of a node can be side by side, none of them waits for another, and
-each takes as long as beside all others at once, by the greatest slowdown that was measured. All
-other phases take turns. What runs goes by the same rule as what is promised, so that nobody is
-slowed down by company that placement has not counted (`dispatch/shares.py`).
+If the rollouts of all jobs of a node can run side by side, none of them waits for another. Each
+then counts as if it always had all the others as neighbours, with the greatest measured slowdown.
+All other phases take turns. Dispatch follows the same rule as placement's promises, so that no job
+is slowed down by neighbours that placement has not counted (`dispatch/shares.py`).
 
-The rollouts of some jobs can be side by side on a node if
+The rollouts of some jobs can run side by side on a node if
 
-- placement has chosen so, when the newest of the jobs joined: taking turns can be better;
-- the slowdowns of so many at once are known, and surely get more done (`Host.beside`);
-- no job's SLO is less than that slowdown, and none asks to be alone;
-- each job has one rank on one device there, of a runtime that gives the same bits with any share;
-- the device holds the states of all of them, as far as their owners have told the sizes.
+- placement has decided so when the newest of the jobs joined, because taking turns can be better;
+- the slowdowns of that many rollouts are known and certainly raise throughput (`Host.beside`);
+- every job's SLO allows that slowdown, and no job is exclusive;
+- each job has one rank on one device there, in a runtime that computes the same bits with any
+  share;
+- the device holds the states of all of them, according to the sizes that their owners declared.
 
-Called by placement for each group that it looks at, and for each operation that could begin beside
-another. Cost: linear in the jobs.
+Called by placement for each group that it considers, and for each operation that could start next
+to another. Cost: linear in the jobs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from phaseloom.scheduler.core.state.cluster import Cluster, Group, Host, Member,
 
 
 class Guest(NamedTuple):
-    """A job on a node, as far as it matters to others beside it."""
+    """A job on a node, with the facts that matter to its neighbours."""
 
     need: Need
     slo: float
@@ -37,10 +38,11 @@ class Guest(NamedTuple):
 
 
 def slowdown_beside(host: Host, guests: Sequence[Guest]) -> float | None:
-    """How many times as long as alone the rollouts of some jobs take on a node at most, if they are
-    side by side; None: they take turns. 1 for a job without company.
+    """Upper bound of the slowdown of rollouts that run side by side on a node, relative to running
+    alone.
 
-    Args: guests: in the order in which they came.
+    Args: guests: the jobs, in the order in which they came.
+    Returns: 1 for a single job; None if the rollouts must take turns.
     """
     others = len(guests) - 1
     if others < 1:
@@ -59,13 +61,11 @@ def slowdown_beside(host: Host, guests: Sequence[Guest]) -> float | None:
 
 
 def users_of(group: Group, node: NodeId) -> list[Member]:
-    """The members of a group whose rollouts run on a node."""
     return [m for m in group.members.values() if node in m.nodes.get(ROLLOUT, ())]
 
 
 def slowdown_on(cluster: Cluster, group: Group, node: NodeId) -> float | None:
-    """How many times as long as alone the rollouts on a node of a group take at most, beside one
-    another; None: they take turns."""
+    """Upper bound of the slowdown of the rollouts on a group's node. None: they take turns."""
     guests = [
         Guest(member.needs[ROLLOUT], member.slo, member.is_exclusive, member.takes_turns)
         for member in users_of(group, node)
@@ -74,7 +74,7 @@ def slowdown_on(cluster: Cluster, group: Group, node: NodeId) -> float | None:
 
 
 def most_slowdown(cluster: Cluster, group: Group, member: Member) -> float:
-    """How many times as long as alone a member's rollouts may take because of company."""
+    """Upper bound of the slowdown of a member's rollouts by their neighbours."""
     if not cluster.limits.counts_on_space:
         return 1.0
     nodes = member.nodes.get(ROLLOUT, ())
@@ -82,7 +82,7 @@ def most_slowdown(cluster: Cluster, group: Group, member: Member) -> float:
 
 
 def _is_divisible(host: Host, need: Need) -> bool:
-    """Whether a job's rollouts run on a part of a device of the node."""
+    """Whether a job's rollouts can run on part of a device of the node."""
     if need.num_nodes != 1 or need.num_devices != 1:
         return False
     for demand in need.demands:
@@ -91,7 +91,7 @@ def _is_divisible(host: Host, need: Need) -> bool:
         able = host.backends.get(demand.backend)
         if able is None:
             continue  # the node has not told what it can do, as in a simulation
-        # A forward pass on all units divides as training does.
+        # A forward pass on all units divides like training.
         if not able.divides or (able.most_units != 1 and "forward" in able.kinds):
             return False
     return True

@@ -1,11 +1,12 @@
-"""How fast the jobs of a group go round when every node serves in order of arrival.
+"""The pace of a group's jobs when every node serves phases in order of arrival.
 
-Each job goes on with its next phase as soon as its nodes are free and waits for no meta-iteration
-to end: a short job may go round twice while a long one goes round once. The strict round robin
-holds everybody to the longest. The price: a job can be delayed by one that is faster now than
-before, so the means are those of the orbit that the group settles in, and no bounds.
+Each job starts its next phase as soon as its nodes are free, without waiting for a meta-iteration
+to end. A short job may complete two iterations while a long one completes one; the strict round
+robin would hold all jobs to the longest. The price: a job can be delayed by another that has become
+faster. The means are therefore those of the orbit in which the group settles, and no bounds.
+
 Source: WEAVE §5.1 (a FIFO queue per node). Deviation: no barrier between meta-iterations.
-Cost: this is what placement spends its time in: tens of microseconds an orbit; memoised.
+Cost: placement spends most of its time here: tens of microseconds per orbit, memoised.
 """
 
 from __future__ import annotations
@@ -18,73 +19,73 @@ from typing import NamedTuple
 
 WARM_LAPS = 4
 MAX_LAPS = 48
-"""Laps of the slowest job after which an orbit that has not closed is given up; the means are then
-those of what was seen."""
+"""Number of laps of the slowest job after which an orbit that has not closed is abandoned. The
+means are then those of the simulated time."""
 SEEN_LAPS = 32
-"""Laps of the slowest job in which late iterations are counted."""
+"""Number of laps of the slowest job in which late iterations are counted."""
 TRAIN_NODES = -1
-"""The number of the group's train nodes, which are used as one."""
+"""Node number of the group's train nodes, which are used as one."""
 NUM_STARTS = 12
 ROOT = 1.1347241384015194
-"""Root of x^6 = x + 1: multiples of its powers fill five dimensions evenly (R sequence,
+"""Root of x^6 = x + 1. Multiples of its powers fill five dimensions evenly (R sequence,
 Roberts)."""
 SPREAD = tuple(ROOT ** -(i + 1) for i in range(64))
 RESOLUTION_S = 1e-3
-"""States that differ by less are the same."""
+"""States that differ by less count as equal."""
 MEMO = 8192
-"""Groups that are remembered by each of the two functions: some 10 MiB. That is enough for all
-parts of a hundred groups of five, each with a newcomer on any of its nodes."""
+"""Number of groups memoised by each of the functions: some 10 MiB. That covers all subsets of a
+hundred groups of five, each with a new job on any of its nodes."""
 
 
 Rollout = tuple[float, float, float, tuple[int, ...]]
-"""One job, as the simulation sees it: seconds of rollout, of training, and of neither; its nodes,
-numbered within the group. A plain tuple: thousands are remembered, and the garbage collector looks
-at all objects of classes each time."""
+"""One job in the simulation: seconds of rollout, of training and of neither, and its nodes,
+numbered within the group. A plain tuple, because thousands are memoised and the garbage collector
+traverses class instances every time."""
 Means = tuple[float, ...]
 _State = tuple[int, ...]
 
 
 class _Moment(NamedTuple):
-    """The state of a group at a moment when its slowest job asks for its next rollout."""
+    """State of a group at a moment when its slowest job requests its next rollout."""
 
     now_s: float
     laps: tuple[int, ...]
-    """Iterations that each job has ended."""
+    """Number of iterations that each job has finished."""
     ready_s: list[float]
-    """When each job asks for its next phase."""
+    """When each job requests its next phase."""
     trains: list[bool]
-    """Whether each job's next phase is training."""
     asked_s: list[float]
-    """When each job asked for its newest rollout; kept for those that wait for nobody."""
+    """When each job requested its newest rollout. Maintained for jobs that never wait for rollout
+    nodes."""
     free_s: list[float]
-    """When each node is free, the train nodes as one at the end."""
+    """When each node becomes free. The train nodes come last, as one."""
     last: list[int]
-    """The job that used each node last, likewise."""
+    """Job that used each node last, in the same order."""
     mark: int
 
 
 class _Seen(NamedTuple):
-    """Moments of one start since it was warm, and the marks of states like these."""
+    """Moments after warm-up in one run, and the marks of similar states."""
 
     moments: list[_Moment]
     marks: set[int]
 
 
 class _Orbit(NamedTuple):
-    """The loop that a group settles in, seen from a moment on the way there."""
+    """The loop in which a group settles, seen from a moment on the way there."""
 
     means: Means
     away: int
-    """Laps until the group is in the loop."""
+    """Number of laps until the group enters the loop."""
     laps: int
-    """Laps that the loop takes."""
+    """Number of laps in the loop."""
 
 
 @lru_cache(maxsize=MEMO)
 def mean_iterations_s(jobs: tuple[Rollout, ...], switch_s: float) -> Means:
-    """Mean seconds an iteration of each job takes if all start at once, in the order given.
+    """Mean iteration of each job, in seconds, if all jobs start at once in the given order.
 
-    `switch_s` is charged when a node starts a phase of another job than its last.
+    `switch_s` is added whenever a node starts a phase of a different job than its last one.
     """
     if len(jobs) == 1:
         return (sum(jobs[0][:3]),)
@@ -93,10 +94,10 @@ def mean_iterations_s(jobs: tuple[Rollout, ...], switch_s: float) -> Means:
 
 @lru_cache(maxsize=MEMO)
 def worst_iterations_s(jobs: tuple[Rollout, ...], switch_s: float) -> Means:
-    """Mean seconds an iteration of each job takes in its worst orbit, over several starts.
+    """Mean iteration of each job, in seconds, in its worst orbit over several starts.
 
-    A group can settle in one orbit or in another that is slower for some job by a fifth, depending
-    on when its jobs happened to start. Starts are spread evenly over all offsets.
+    Depending on when its jobs start, a group can settle in different orbits; one can be slower by a
+    fifth for some job. The starts are spread evenly over all offsets.
     """
     if len(jobs) == 1:
         return mean_iterations_s(jobs, switch_s)
@@ -105,9 +106,10 @@ def worst_iterations_s(jobs: tuple[Rollout, ...], switch_s: float) -> Means:
 
 @lru_cache(maxsize=MEMO)
 def late_shares(jobs: tuple[Rollout, ...], switch_s: float, allowed_s: tuple[float, ...]) -> Means:
-    """The largest share of each job's iterations that take longer than allowed, of several starts.
+    """Largest share of each job's iterations that exceed the allowed time, over several starts.
 
-    An iteration lasts from one end of its training to the next, the gap after it included.
+    An iteration lasts from the end of one training phase, including the gap after it, to the end of
+    the next.
     """
     solos_s = [rollout_s + train_s + gap_s for rollout_s, train_s, gap_s, _ in jobs]
     worst = [0.0] * len(jobs)
@@ -122,8 +124,8 @@ def late_shares(jobs: tuple[Rollout, ...], switch_s: float, allowed_s: tuple[flo
 def _iterations_s(
     jobs: tuple[Rollout, ...], switch_s: float, starts_s: Sequence[float]
 ) -> list[list[float]]:
-    """How long each iteration of each job takes, for `SEEN_LAPS` laps of the slowest job once the
-    group has gone round `WARM_LAPS` times."""
+    """Durations of each job's iterations during `SEEN_LAPS` laps of the slowest job, after
+    warm-up."""
     free_s: dict[int, float] = {}
     last: dict[int, int] = {}
     ready_s, trains = list(starts_s), [False] * len(jobs)
@@ -152,7 +154,7 @@ def _iterations_s(
 
 
 class _Queues:
-    """The queues of a group's nodes, run again and again from other starts."""
+    """The queues of a group's nodes, simulated from several starts."""
 
     def __init__(self, jobs: tuple[Rollout, ...], switch_s: float) -> None:
         self._jobs = [(*job, _only(job[3])) for job in jobs]
@@ -162,24 +164,24 @@ class _Queues:
         users = Counter(node for _, _, _, nodes in jobs for node in nodes)
         self._num_nodes = 1 + max(users, default=-1)
         self._watched = [n for n in range(self._num_nodes) if users[n] > 1] + [self._num_nodes]
-        """Nodes that several jobs use, the train nodes last."""
-        # A job that trains ahead of its own rollouts may ask for the next one in the past.
+        """Nodes used by several jobs. The train nodes come last."""
+        # A job whose training overlaps its own rollouts may request the next rollout in the past.
         goes_ahead = any(gap_s < -RESOLUTION_S for _, _, gap_s, _ in jobs)
         self._is_alone = [
             not goes_ahead and i != self._pace and all(users[node] == 1 for node in nodes)
             for i, (_, _, _, nodes) in enumerate(jobs)
         ]
-        """Jobs that wait for nobody on their rollout nodes. When their rollouts end is known as
-        soon as they are asked for, and nobody else notices them. The slowest job is none of these:
-        laps are counted at its rollouts."""
+        """Whether each job never waits for rollout nodes. The end of such a rollout is known as
+        soon as it is requested, and no other job depends on it. The slowest job is excluded,
+        because laps are counted at its rollouts."""
         self._known: dict[tuple[_State, _State], _Orbit] = {}
-        """The orbit by moment on the way into it, for orbits that closed. Another start that comes
-        to such a moment goes on in the same way."""
+        """Moment on the way into an orbit → that orbit, for orbits that closed. Another start that
+        reaches such a moment continues identically."""
         self._known_marks: set[int] = set()
         self._is_learning = False
 
     def worst(self) -> Means:
-        """The worst means over the orbits from several starts."""
+        """Worst mean of each job over the orbits from several starts."""
         self._is_learning = True
         solos_s = [rollout_s + train_s + gap_s for rollout_s, train_s, gap_s, _, _ in self._jobs]
         worst_s = (0.0,) * len(solos_s)
@@ -189,10 +191,10 @@ class _Queues:
         return worst_s
 
     def settle(self, starts_s: Sequence[float]) -> Means:  # noqa: PLR0912, PLR0915 - one loop
-        """The means of the orbit that the group comes into from these starts.
+        """Simulate from these starts and return the means of the orbit in which the group settles.
 
-        Phases are served in the order in which they are asked for: each begins as soon as its nodes
-        are done with all that were asked for earlier.
+        Phases are served in the order in which they are requested. Each starts as soon as its nodes
+        have finished all earlier requests.
         """
         jobs, switch_s, pace, is_alone = self._jobs, self._switch_s, self._pace, self._is_alone
         free_s = [0.0] * self._num_nodes
@@ -259,16 +261,16 @@ class _Queues:
                 free_s[node] = ends_s
 
     def _mark(self, now_s: float, ready_s: list[float]) -> int:
-        """A cheap hash. Like states have the same mark or neighbouring ones; others are not
+        """Hash a state cheaply. Similar states have equal or adjacent marks; only those are
         compared."""
         return int((sum(ready_s) - len(ready_s) * now_s) / (len(ready_s) * RESOLUTION_S))
 
     def _arrive(self, here: _Moment, seen: _Seen) -> Means | None:
-        """The means of the orbit, where it is known by now."""
+        """Return the means of the orbit if it is known by now."""
         laps = here.laps[self._pace]
         if here.mark in self._known_marks:
             orbit = self._known.get(self._place(here))
-            # Only where it would also be found from here without the memory.
+            # Only if the simulation would also find it from here without the memory.
             if orbit and max(WARM_LAPS, laps + orbit.away) + orbit.laps <= MAX_LAPS:
                 return orbit.means
         if laps < WARM_LAPS:
@@ -285,9 +287,9 @@ class _Queues:
         return None
 
     def _close(self, seen: _Seen, first: int, here: _Moment) -> Means:
-        """The means of an orbit that has closed: the state is that of an earlier moment again.
+        """Return the means of an orbit that has closed: the state equals that of an earlier moment.
 
-        Args: first: the number of that moment.
+        Args: first: index of that moment.
         """
         means = _means(seen.moments[first], here)
         if not self._is_learning:
@@ -302,9 +304,11 @@ class _Queues:
         return self._state(moment), tuple([moment.last[node] for node in self._watched])
 
     def _state(self, moment: _Moment) -> _State:
-        """All that the future depends on, relative to now, except the last user of each node.
+        """Everything that determines the future, relative to now, except the last user of each
+        node.
 
-        A rollout that waits for nobody counts as under way once it was asked for, as all others do.
+        A rollout of a job that never waits counts as running once it was requested, as all others
+        do.
         """
         now_s = moment.now_s
         state: list[int] = []
@@ -322,11 +326,12 @@ class _Queues:
 
 
 def _only(nodes: tuple[int, ...]) -> int:
-    """The only node of a job; -1 where it has several, or none."""
+    """Return the single node of a job, or -1 if it has several or none."""
     return nodes[0] if len(nodes) == 1 else -1
 
 
 def _means(before: _Moment, after: _Moment) -> Means:
-    """Mean iteration of each job between two moments; all of the time for a job that ended none."""
+    """Mean iteration of each job between two moments. The whole time for a job that finished
+    none."""
     took_s = after.now_s - before.now_s
     return tuple([took_s / max(1, b - a) for a, b in zip(before.laps, after.laps, strict=True)])

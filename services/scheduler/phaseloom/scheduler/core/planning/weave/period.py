@@ -1,19 +1,19 @@
 """Phases of a co-execution group's jobs, and the steady period of their strict round robin.
 
-A cycle's segments are summed by pool: co-execution weaves a job's work on the rollout pool with
-that of others on the train pool, in whatever pieces it comes (WEAVE §4.2). Durations are the worst
-case: every response reaches its token limit.
+A cycle's segments are summed up by pool. Co-execution interleaves a job's work on the rollout pool
+with other jobs' work on the train pool, however it is split (WEAVE §4.2). Durations are worst-case:
+every response reaches its token limit.
 
 In a meta-iteration every job runs one rollout on its nodes and one training phase on the group's
-train nodes, each node in the order of the jobs (WEAVE §4.3). A rollout over several nodes starts
-on all of them at once. That is a linear system in the max-plus algebra: its period is the greatest
-mean weight of a cycle of its precedence graph. Where the jobs' node sets are equal or disjoint
-(one rollout node a job, say) this is max(T_load, T_cycle); overlapping sets can exceed that, by
-half and more.
+train nodes; each node serves the jobs in order (WEAVE §4.3). A rollout over several nodes starts on
+all of them at once. This is a linear system in the max-plus algebra. Its period is the greatest
+mean weight of a cycle of its precedence graph. If the jobs' node sets are equal or disjoint (one
+rollout node per job, for example), this is max(T_load, T_cycle). Overlapping sets can exceed that
+by half and more.
 
-Called by placement for every candidate: closed form first, memoised max-plus otherwise.
-Source: WEAVE §4.2, §4.3, Theorem 1. Deviation: the steady state, not one meta-iteration from an
-empty group, which is longer than any later one.
+Called by placement for every candidate: the closed form first, the memoised max-plus otherwise.
+Source: WEAVE §4.2, §4.3, Theorem 1. Deviation: the steady state, instead of one meta-iteration from
+an empty group, which is longer than any later one.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from phaseloom.scheduler.core.state.cluster import Group, Member
 
 NEVER = float("-inf")
 MEMO = 8192
-"""Groups with rollouts over several nodes whose period is remembered: some 10 MiB."""
+"""Number of memoised groups with rollouts over several nodes: some 10 MiB."""
 
 
 class Phases(NamedTuple):
-    """One job of a group, as the round robin sees it."""
+    """One job of a group in the round robin."""
 
     rollout_s: float
     train_s: float
     nodes: tuple[str, ...]
-    """Rollout nodes that the job is pinned to, without repetition."""
+    """Rollout nodes of the job, without repetition."""
     gap_s: float = 0.0
     """Time from the end of training to the next rollout, on no node (weight synchronisation)."""
 
@@ -47,7 +47,7 @@ class Phases(NamedTuple):
 
 
 def load_s(jobs: Sequence[Phases]) -> float:
-    """T_load: seconds of all phases on the busiest node; every train node carries the same."""
+    """T_load: seconds of all phases on the busiest node. All train nodes carry the same load."""
     busy: dict[str, float] = {}
     train_s = 0.0
     for job in jobs:
@@ -63,7 +63,7 @@ def cycle_s(jobs: Sequence[Phases]) -> float:
 
 
 def period_s(jobs: Sequence[Phases]) -> float:
-    """Seconds of a settled meta-iteration. Cost: O(jobs), or that of `_max_plus`."""
+    """Length of a settled meta-iteration in seconds. Cost: O(jobs), or that of `_max_plus`."""
     bound_s = max(load_s(jobs), cycle_s(jobs))
     if not _overlap(jobs):
         return bound_s
@@ -83,7 +83,7 @@ _Shape = tuple[tuple[float, float, float, tuple[int, ...]], ...]
 
 
 def _canonical(jobs: Sequence[Phases]) -> _Shape:
-    """Nodes numbered as they appear, so that groups of one shape share a memo."""
+    """Number the nodes in order of appearance, so that groups of the same shape share a memo."""
     numbers: dict[str, int] = {}
     return tuple(
         (
@@ -97,12 +97,13 @@ def _canonical(jobs: Sequence[Phases]) -> _Shape:
 
 
 def _width(shape: _Shape) -> int:
-    """Length of the state: when the train pool, each job and each rollout node are free again."""
+    """Length of the state vector: when the train pool, each job and each rollout node are free
+    again."""
     return 1 + len(shape) + len({node for job in shape for node in job[3]})
 
 
 def _lap(shape: _Shape, free_s: list[float]) -> list[float]:
-    """One meta-iteration: the state after it, from the state before it."""
+    """Advance the state by one meta-iteration."""
     after_s = list(free_s)
     base = 1 + len(shape)
     for i, (rollout_s, train_s, gap_s, nodes) in enumerate(shape):
@@ -119,8 +120,10 @@ def _lap(shape: _Shape, free_s: list[float]) -> list[float]:
 
 @lru_cache(maxsize=MEMO)
 def _max_plus(shape: _Shape) -> float:
-    """Greatest cycle mean of the lap's matrix (Karp). Cost: O(width cubed), tens of thousands of
-    steps for a full group."""
+    """Greatest cycle mean of the matrix of a meta-iteration (Karp's algorithm).
+
+    Cost: O(width cubed), tens of thousands of steps for a full group.
+    """
     width = _width(shape)
     columns = []
     for source in range(width):
@@ -146,14 +149,14 @@ TRAIN = "train"
 
 
 class Timing(NamedTuple):
-    """A job's worst-case phases, and how slow it may get."""
+    """A job's worst-case phases and the slowest pace that it accepts."""
 
     rollout_s: float
     train_s: float
     gap_s: float
-    """Time of an iteration alone on neither pool."""
+    """Time of an iteration alone that is spent on neither pool."""
     allowed_s: float
-    """Longest mean iteration that the job's SLO tolerates; inf: best effort."""
+    """Longest mean iteration that the job's SLO allows. inf: best effort."""
 
     @property
     def solo_s(self) -> float:
@@ -161,13 +164,14 @@ class Timing(NamedTuple):
 
 
 NOTHING = Timing(0.0, 0.0, 0.0, inf)
-"""The timing of a job whose cycle is not known."""
+"""Timing of a job of unknown cycle."""
 
 
 def timing_of(member: Member) -> Timing:
-    """A member's timing.
+    """Compute a member's timing.
 
-    The gap is negative for a job that overlaps its own phases: alone it takes less than their sum.
+    The gap is negative for a job that overlaps its own phases, because alone it takes less time
+    than their sum.
     """
     cycle = member.cycle
     if cycle is None:
@@ -186,9 +190,9 @@ def timing_of(member: Member) -> Timing:
 
 
 def phases(placed: Iterable[tuple[Timing, tuple[str, ...]]], switch_s: float) -> tuple[Phases, ...]:
-    """Phases of jobs on their rollout nodes, a switch added to each on nodes that others use too.
+    """Phases of jobs on their rollout nodes. On shared nodes, each phase includes a switch.
 
-    A node that serves one job keeps its state loaded.
+    A node that serves only one job keeps its state loaded.
     """
     jobs = list(placed)
     shared_s = switch_s if len(jobs) > 1 else 0.0
@@ -216,10 +220,10 @@ def group_phases(group: Group, switch_s: float) -> tuple[Phases, ...]:
 
 
 def is_overloaded(group: Group, switch_s: float = 0.0) -> bool:
-    """Whether drift has brought a group of several jobs past saturation, or breaks an SLO.
+    """Whether changed cycles have saturated a group of several jobs or violate an SLO.
 
-    The job that drifted is then stopped and placed anew, that one alone (WEAVE §5.3). Past
-    saturation is T_load > T_cycle: a group is let in to exactly full (T_load = T_cycle).
+    Only the job whose cycle changed is then stopped and placed again (WEAVE §5.3). Saturated means
+    T_load > T_cycle; a job may be admitted up to exactly full (T_load = T_cycle).
     """
     if len(group.members) < 2:
         return False

@@ -1,5 +1,4 @@
-"""The groups and nodes that could take a job, and why there are none, with the numbers that the
-job's owner can act on."""
+"""Groups and nodes that could take a job, and explanations, with numbers, if there are none."""
 
 from __future__ import annotations
 
@@ -31,16 +30,16 @@ def price_per_hour(cluster: Cluster, nodes: Iterable[NodeId]) -> float:
 
 
 def fresh(cluster: Cluster, member: Member, why: str = "") -> Placed | None:
-    """A new group of the job alone; None where too few nodes are free."""
+    """Place a job alone in a new group. None if too few nodes are free."""
     nodes = own_nodes(cluster, member)
     return None if nodes is None else Placed("", nodes, why)
 
 
 def trains_on(cluster: Cluster, group: Group, member: Member) -> list[NodeId] | None:
-    """The group's train nodes, all of which every member uses; None where the job cannot use them.
+    """Train nodes of the group, all of which every member uses. None if the job cannot use them.
 
-    WEAVE scales a job's data-parallel degree to the group's train pool (footnotes 2, 3). A job here
-    says how many nodes it takes, so only groups of that many are candidates.
+    WEAVE scales a job's data-parallel degree to the group's train pool (footnotes 2, 3). Here a job
+    declares its number of nodes, so only groups of that size are candidates.
     """
     need = need_of(member, TRAIN)
     nodes = group.nodes.get(TRAIN, [])
@@ -49,20 +48,20 @@ def trains_on(cluster: Cluster, group: Group, member: Member) -> list[NodeId] | 
 
 
 def rolls_on(cluster: Cluster, group: Group, member: Member) -> list[NodeId]:
-    """The group's rollout nodes that have room for the job."""
+    """Rollout nodes of the group with room for the job."""
     return with_room(cluster, group, ROLLOUT, need_of(member, ROLLOUT))
 
 
 def has_promise(group: Group) -> bool:
-    """Whether a member of the group counts on an SLO."""
+    """Whether any member of the group has an SLO."""
     return any(member.slo > 0 for member in group.members.values())
 
 
 def share_blindly(cluster: Cluster, member: Member) -> Placed | None:
-    """A place beside others for a job whose cycle nobody knows: in the group with the fewest jobs.
+    """Place a job of unknown cycle in the group with the fewest jobs.
 
-    Only groups without an SLO are looked at, so that no promise can be broken. None where the job
-    has an SLO itself, or there is no such group.
+    Only groups without SLOs qualify, so no SLO can be violated. None if the job itself has an SLO
+    or no such group has room.
     """
     if member.slo > 0:
         return None
@@ -82,7 +81,8 @@ def share_blindly(cluster: Cluster, member: Member) -> Placed | None:
 
 
 class Room(NamedTuple):
-    """A group that can take one more job, and its nodes with memory left for that job."""
+    """A group that can take one more job, with its nodes that have enough memory left for that
+    job."""
 
     group: Group
     rolls: list[NodeId]
@@ -90,7 +90,7 @@ class Room(NamedTuple):
 
 
 def rooms(cluster: Cluster, member: Member) -> Iterator[Room]:
-    """Groups that could hold a job by size and memory, in the order in which they were made."""
+    """Yield the groups that have room for a job by size and memory, in order of creation."""
     full = cluster.limits.max_group_jobs
     for group in cluster.groups.values():
         if group.is_closed or len(group.members) >= full:
@@ -102,13 +102,14 @@ def rooms(cluster: Cluster, member: Member) -> Iterator[Room]:
 
 
 def pinned(rolls: Iterable[NodeId], trains: Iterable[NodeId]) -> dict[Pool, list[NodeId]]:
-    """Nodes by pool, without pools that a job does not use."""
+    """Nodes by pool, omitting pools that the job does not use."""
     nodes = {ROLLOUT: list(rolls), TRAIN: list(trains)}
     return {pool: names for pool, names in nodes.items() if names}
 
 
 def no_place(cluster: Cluster, member: Member) -> str:
-    """Why the job finds no place: what sharing would take, and what being alone would."""
+    """Explain why a job cannot be placed: what sharing would take, and what running alone would
+    take."""
     return f"{_sharing(cluster, member)}; alone it takes {alone_takes(cluster, member)}"
 
 
@@ -125,7 +126,7 @@ def _sharing(cluster: Cluster, member: Member) -> str:
         return (
             "no group has room for one more job, with the nodes and the host memory that it needs"
         )
-    # The job is not named: it may be another tenant's.
+    # Do not name the job: it may be another tenant's.
     who = "it" if whose is member else "another job"
     if best_s > allowed_s:
         return (
@@ -139,7 +140,7 @@ def _sharing(cluster: Cluster, member: Member) -> str:
 
 
 def _settled_s(cluster: Cluster, group: Group, member: Member) -> float | None:
-    """Period with the job on the group's first nodes that have room; None where there are none."""
+    """Period with the job on the group's first nodes with room. None if it does not fit."""
     full = len(group.members) >= cluster.limits.max_group_jobs
     if group.is_closed or full or trains_on(cluster, group, member) is None:
         return None

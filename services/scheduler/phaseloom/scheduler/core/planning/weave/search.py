@@ -1,14 +1,14 @@
-"""A search over groups on paper: priced, changed and compared without touching the cluster.
+"""A search over hypothetical groups, which are priced and changed without touching the cluster.
 
-It places one job (`SearchState.best`), and it finds moves that make groups cheaper (`replan`): a
-local search, carried out job by job. A step takes all members of a group, or one of them, and gives
-each the place where it costs least, perhaps nodes of its own. A step counts if what it saves over
-the next hours is more than its moves cost (WEAVE §6.6: 197-419 s of pause each). The best step is
-taken, and again, a few times.
+It places a single job (`SearchState.best`), and it finds moves that make groups cheaper (`replan`).
+The latter is a local search. A step removes all members of a group, or one of them, and gives each
+the cheapest placement, possibly on nodes of its own. It is worthwhile if its savings over the next
+hours exceed the cost of its moves (WEAVE §6.6: a pause of 197-419 s each). The best step is taken,
+and the search repeats a few times.
 
-New nodes have made-up names until a plan is carried out. A group's worth is its price less the
-value of the progress that it makes: of two ways to add a job at one price, the one that slows
-people less wins. Cost: everything about a pair of group and job is worked out once a search.
+New nodes have placeholder names until a plan is carried out. A group's worth is its price minus the
+value of the progress that it makes: of two ways to add a job at the same price, the one that slows
+jobs down less wins. Cost: each pair of group and job is evaluated once per search.
 """
 
 from __future__ import annotations
@@ -48,20 +48,21 @@ from phaseloom.scheduler.core.planning.weave.pool import pinned
 from phaseloom.scheduler.core.state.cluster import Cluster, Group, Move, Placed, Pool
 
 VALUE = 0.25
-"""Value of a job's progress at full speed, as a share of the price of its own nodes."""
+"""Value of a job's progress at full speed, as a fraction of the price of its own nodes."""
 BROKEN = 10.0
-"""Extra cost of a group that breaks a budget, in prices of one job's nodes."""
+"""Penalty for a group that exceeds a budget, in multiples of the price of one job's nodes."""
 MOST_TRIED = 64
-"""Groups that are looked at closely for one job, the most promising first."""
+"""Maximum number of groups that are evaluated closely for one job, most promising first."""
 FASTEST = 1.03
-"""Speed that nobody passes. It can be above 1 where an orbit did not close: of 44 laps that were
-seen, one may have begun before."""
+"""Upper bound of a job's speed. It can exceed 1 if an orbit did not close: one of the 44 laps in
+the simulation may have started before it."""
 NEW = "+"
-"""First letter of the name of a node that is not chosen yet."""
+"""Prefix of the placeholder name of a node that is not chosen yet."""
 
 
 def host_of(cluster: Cluster) -> HostOf:
-    """The nodes by name; one that is not chosen yet is as good as the worst of the free ones."""
+    """Return a lookup of nodes by name. A node that is not chosen yet counts as the worst free
+    one."""
     worst = None
     if cluster.limits.counts_on_space:
         free = [cluster.hosts[node] for node in cluster.free.get(ROLLOUT, ())]
@@ -70,7 +71,7 @@ def host_of(cluster: Cluster) -> HostOf:
 
 
 def view_of(cluster: Cluster) -> View:
-    """How the jobs of a group share their nodes."""
+    """Return the model of how the jobs of a group share their nodes."""
     if not cluster.limits.counts_on_space:
         return in_turns
     hosts, switch_s = host_of(cluster), cluster.limits.switch_s
@@ -78,8 +79,10 @@ def view_of(cluster: Cluster) -> View:
 
 
 def company_of(cluster: Cluster, group: Candidates, candidate: Candidate) -> str:
-    """A clause for a member of a group that says how many rollouts its own run beside, and how much
-    longer they take at most; empty: its rollouts take turns."""
+    """Describe how many rollouts run next to a member's own, and their maximum slowdown.
+
+    Empty if its rollouts take turns.
+    """
     if not cluster.limits.counts_on_space:
         return ""
     slowdowns = slowdowns_of(group, host_of(cluster))
@@ -94,10 +97,10 @@ def company_of(cluster: Cluster, group: Candidates, candidate: Candidate) -> str
 
 
 class Best(NamedTuple):
-    """The place where a job would go."""
+    """The best placement of a job."""
 
     worth: float
-    """Change of the group's worth in $/h; the least is the best."""
+    """Change of the group's worth in $/h; lowest is best."""
     group: str
     candidate: Candidate
 
@@ -106,7 +109,7 @@ class Best(NamedTuple):
 class SearchState:
     cluster: Cluster
     groups: Mapping[str, Candidates]
-    """The groups by name that jobs can be added to."""
+    """Groups by name to which jobs can be added."""
 
     def __post_init__(self) -> None:
         self.switch_s = self.cluster.limits.switch_s
@@ -119,7 +122,7 @@ class SearchState:
         self._view = view_of(self.cluster)
 
     def _fresh_host(self, pool: Pool) -> tuple[float, int]:
-        """Price and memory of a node of the pool: the least of the free ones."""
+        """Price and memory of a new node of the pool: the minima over its free nodes."""
         hosts = [self.cluster.hosts[node] for node in self.cluster.free.get(pool, ())]
         hosts = hosts or [h for h in self.cluster.hosts.values() if h.pool == pool]
         price = min((h.price_per_hour for h in hosts), default=0.0)
@@ -128,7 +131,7 @@ class SearchState:
     # --- prices ----------------------------------------------------------------------------------
 
     def price(self, group: Candidates) -> float:
-        """$/h of the group's nodes; nodes without a price count alike."""
+        """$/h of the group's nodes. If nodes have no prices, all count the same."""
         if not group:
             return 0.0
         rolling = sum(self._node_price(node) for node in nodes_of(group))
@@ -139,12 +142,12 @@ class SearchState:
         return (host.price_per_hour if host is not None else 0.0) or self._fresh[ROLLOUT][0]
 
     def own_price(self, candidate: Candidate) -> float:
-        """$/h of as many nodes as the candidate takes."""
+        """$/h of the number of nodes that the candidate needs."""
         rolling = candidate.rollout.num_nodes * self._fresh[ROLLOUT][0]
         return rolling + candidate.train.num_nodes * self._fresh[TRAIN][0]
 
     def worth(self, group: Candidates) -> float:
-        """The group's price less the value of its progress, in $/h."""
+        """Price of the group minus the value of its progress, in $/h."""
         if not group:
             return 0.0
         key = signature(group)
@@ -161,7 +164,7 @@ class SearchState:
         return self._holds[key]
 
     def standing(self, group: Candidates) -> float:
-        """Worth of a group as it runs; high if it breaks a budget."""
+        """Worth of a group in its present form, with a penalty if it exceeds a budget."""
         if not group:
             return 0.0
         broken = not self.holds(group, is_changed=False)
@@ -174,7 +177,7 @@ class SearchState:
         return candidate._replace(nodes=nodes, takes_turns=False)
 
     def new_group(self) -> str:
-        """A name for a group that is not there yet."""
+        """Name for a group that does not exist yet."""
         self.num_new += 1
         return f"{NEW}{self.num_new - 1}"
 
@@ -186,12 +189,12 @@ class SearchState:
     def best(
         self, groups: Mapping[str, Candidates], candidate: Candidate, below: float
     ) -> Best | None:
-        """The group and nodes that cost least to add a job to; None where nothing costs less than
-        `below`.
+        """Find the group and nodes where adding a job costs least, or None if nothing costs less
+        than `below`.
 
-        What takes long to find out is asked of the most promising only: how fast a group would go
-        round where full speed would make it the best, and whether it holds where it is the best.
-        Ties: the group that comes first, and in it the nodes that come first.
+        Expensive checks are limited to the most promising groups. The pace of a group is simulated
+        only if it would be best at full speed, and its budgets are checked only if it is actually
+        best. Ties go to the first group, and within it to the first nodes.
         """
         found: list[tuple[float, bool, int, str, Candidate]] = []
         for name, options in self._options_by_group(groups, candidate):
@@ -213,7 +216,7 @@ class SearchState:
     def _options_by_group(
         self, groups: Mapping[str, Candidates], candidate: Candidate
     ) -> Iterator[tuple[str, list[tuple[float, Candidate]]]]:
-        """The options of the first groups that have any."""
+        """Yield the options of up to `MOST_TRIED` groups that have any."""
         full = self.cluster.limits.max_group_jobs
         tried = 0
         is_new = not self._added
@@ -232,8 +235,7 @@ class SearchState:
                 yield name, self._added[key]
 
     def _adding(self, group: Candidates, candidate: Candidate) -> list[tuple[float, Candidate]]:
-        """The choices of nodes with which the job could be added, each with the least $/h that it
-        can change."""
+        """Choices of nodes for adding the job, each with a lower bound of the change in $/h."""
         if not self._trains_fit(group, candidate):
             return []
         shares = shares_of(self._view(group)[0])
@@ -258,11 +260,12 @@ class SearchState:
         ]
 
     def _ways(self, group: Candidates, shares: Shares, option: Candidate) -> Iterator[Candidate]:
-        """A placement for which the nodes could have time, as far as a glance can tell: as the job
-        would be side by side with others on its node, where it can be, and as it would take turns
-        with them.
+        """Yield the variants of a placement that pass a cheap check of the nodes' time.
 
-        Args: shares: those that the group takes.
+        These are running side by side with others on the node, if possible, and taking turns with
+        them.
+
+        Args: shares: the shares that the group needs.
         """
         together = option._replace(takes_turns=False)
         if self._view is not in_turns and any(
@@ -277,11 +280,11 @@ class SearchState:
             yield together
 
     def _most_progress(self, group: Candidates) -> float:
-        """The value of a group's progress, in $/h, that no choice of rollout nodes exceeds.
+        """Upper bound, in $/h, of the value of a group's progress for any choice of rollout nodes.
 
-        Nobody is faster than alone, and the jobs train one after the other: the train nodes' time
-        goes to those for whom it is worth most. An orbit that did not close may have ended with a
-        training of each queued.
+        No job is faster than alone, and the jobs train one after another. The bound gives the train
+        nodes' time to the jobs for which it is worth most. An orbit that did not close may have
+        ended with one training phase of each job in the queue.
         """
         uses = [
             (c.timing.train_s / c.timing.solo_s if c.timing.train_s else 0.0, self.own_price(c))
@@ -296,7 +299,8 @@ class SearchState:
         return VALUE * worth
 
     def _node_choices(self, group: Candidates, candidate: Candidate) -> Iterator[tuple[str, ...]]:
-        """Nodes of the group, then of the group with just enough new ones (WEAVE §4.2)."""
+        """Yield choices of nodes: nodes of the group, then just enough additional new nodes (WEAVE
+        §4.2)."""
         count = candidate.rollout.num_nodes
         own = nodes_of(group)
         free = len(self.cluster.free.get(ROLLOUT, ()))
@@ -320,7 +324,8 @@ class SearchState:
     def _rollouts_fit(
         self, group: Candidates, candidate: Candidate, nodes: tuple[str, ...]
     ) -> bool:
-        """Whether rollout nodes hold all working sets with the job's; an exact fit is allowed."""
+        """Whether the rollout nodes hold all working sets including the job's. An exact fit is
+        allowed."""
         for node in nodes:
             taken = sum(other.rollout.host_bytes for other in group if node in other.nodes)
             host = self.cluster.hosts.get(NodeId(node))
@@ -332,7 +337,8 @@ class SearchState:
 
 
 def _price_of_training(use: tuple[float, float]) -> float:
-    """$/h of a job's nodes for the train nodes' whole time. Args: use: their share, and the $/h."""
+    """$/h of a job's nodes per full use of the train nodes. Args: use: (share of the train nodes,
+    $/h)."""
     train, price = use
     return price / train if train else inf
 
@@ -342,11 +348,12 @@ def _fits(taken_bytes: int, host_bytes: int) -> bool:
 
 
 def is_plannable(cluster: Cluster, group: Group) -> bool:
-    """Whether a group takes part in a plan: all cycles known, all nodes up, one set of train nodes.
+    """Whether a group can be replanned: all cycles are known, all nodes up, all train nodes the
+    same.
 
-    Other groups are left as they are.
+    Other groups stay unchanged.
     """
-    # Every placement asks every group, so these are plain loops.
+    # Every placement checks every group, so these are plain loops.
     if group.is_closed:
         return False
     trains = group.nodes.get(TRAIN, [])
@@ -363,8 +370,8 @@ def is_plannable(cluster: Cluster, group: Group) -> bool:
 
 
 class _Groups(Mapping[str, Candidates]):
-    """The plannable groups, each made when it is looked at: placing one job looks at the first
-    only."""
+    """The groups that can be replanned, built on access: placing one job reads only the first
+    few."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -389,22 +396,25 @@ def search_state_of(cluster: Cluster) -> SearchState:
 
 
 PRICE_OF_PAUSE = 0.6
-"""Cost of a pause, in prices of the job's own nodes: its progress and others' idle nodes."""
+"""Cost of a pause, as a multiple of the price of the job's own nodes: lost progress and idle
+nodes."""
 HORIZON_S = 7200.0
-"""A saving is counted for so long at most: by then groups have changed again."""
+"""Maximum time over which a saving counts. By then, groups have changed again."""
 MAX_STEPS = 6
 MAX_SOURCES = 24
-"""Groups that a step may take apart: those that cost most for what they do."""
+"""Maximum number of groups considered in a step: those that cost most relative to their
+progress."""
 
 
 class Plan(NamedTuple):
     groups: dict[str, Candidates]
     places: dict[str, str]
-    """The new group of each job that moves."""
+    """Job → its new group, for each job that moves."""
 
 
 def replan(cluster: Cluster) -> list[Move]:
-    """Moves that make groups cheaper, in the order in which they are to be made; may be none."""
+    """Plan moves that make groups cheaper, in the order in which they must be made. May be
+    empty."""
     state = search_state_of(cluster)
     plan = Plan(dict(state.groups), {})
     for _ in range(MAX_STEPS):
@@ -416,7 +426,7 @@ def replan(cluster: Cluster) -> list[Move]:
 
 
 def _step(state: SearchState, plan: Plan) -> Plan | None:
-    """The step that is worth most; None where none is worth its moves. Ties: the first found."""
+    """Return the most valuable step, or None if none is worth its moves. Ties go to the first."""
     best: tuple[float, Plan] | None = None
     for name, out in _sources(state, plan):
         trial = _without(state, plan, name, out)
@@ -436,13 +446,13 @@ def _sources(state: SearchState, plan: Plan) -> Iterator[tuple[str, Candidates]]
 
 
 class _Try(NamedTuple):
-    """Members taken out of a group, the rest left where they are."""
+    """A group with some members removed."""
 
     source: str
     out: Candidates
     groups: dict[str, Candidates]
     gain: float
-    """$/h that taking them out saves."""
+    """Savings in $/h from removing them."""
 
 
 def _without(state: SearchState, plan: Plan, name: str, out: Candidates) -> _Try:
@@ -455,10 +465,10 @@ def _without(state: SearchState, plan: Plan, name: str, out: Candidates) -> _Try
 
 
 def _settle(state: SearchState, plan: Plan, trial: _Try) -> tuple[float, Plan] | None:
-    """Give each member that was taken out another place, the heaviest first.
+    """Place each removed member elsewhere, the longest iteration first.
 
-    Returns: the saving in $/h times seconds, after the cost of the moves, and the plan; None where
-        nothing is saved.
+    Returns: the saving in $ per hour times seconds, minus the cost of the moves, and the plan. None
+        if nothing is saved.
     """
     groups = trial.groups
     places = dict(plan.places)
@@ -498,10 +508,10 @@ def _has_nodes(state: SearchState, groups: dict[str, Candidates]) -> bool:
 
 
 def _moves(cluster: Cluster, before: Mapping[str, Candidates], plan: Plan) -> list[Move]:
-    """The moves of a plan, with real nodes for the names on paper.
+    """Convert a plan to moves, replacing placeholder names with real nodes.
 
-    Only nodes that are free now are taken as new ones: one that a move gives back may be wanted by
-    another job that shares it.
+    New nodes are chosen only from nodes that are free now. A node that a move releases may be
+    needed by another job that shares it.
     """
     was = {
         candidate.job: (name, candidate.nodes)
@@ -533,8 +543,11 @@ def _moves(cluster: Cluster, before: Mapping[str, Candidates], plan: Plan) -> li
 
 
 def _in_order(plan: Plan, was: dict[str, tuple[str, tuple[str, ...]]]) -> list[tuple[str, str]]:
-    """(job, group) of the jobs that really move, in an order in which no group is empty while a job
-    is still to join it; none at all where there is no such order."""
+    """Order the (job, group) pairs of the jobs that actually move.
+
+    In this order, no group becomes empty while a job is still to join it. Empty if no such order
+    exists.
+    """
     is_at = {
         candidate.job: (name, candidate.nodes)
         for name, group in plan.groups.items()
