@@ -1,6 +1,6 @@
-"""The state of the scheduler: the records of the fold, their transitions, the step being made.
+"""The scheduler's state: its records, their transitions, and the step in progress.
 
-Every other package of the core reads these records. Each field of a record is written by one module
-only: by the record's own methods, or by the one module whose subject the field is. Only `step.Step`
+All other packages of the core read these records. Each field is written by one module only: either
+by the record's own methods or by the module that is responsible for the field. Only `step.Step`
 moves an entity from one state to another and emits outputs.
 """

@@ -1,7 +1,4 @@
-"""The activation of a deployment: its claim on its devices, and what runs under it.
-
-One record a deployment. Each of its fields is written by one module: here, or by its owner.
-"""
+"""The activation of a deployment: its hold on its devices, and the operations running under it."""
 
 from __future__ import annotations
 
@@ -10,43 +7,44 @@ import msgspec
 from phaseloom.common.contract.ids import NodeId, OperationKey
 
 NOT_TOLD_S = -1.0
-"""The value of `hinted_s` while no state manager has been told of a next use."""
+"""Value of `hinted_s` if no state manager was given a hint."""
 
 
 class Activation(msgspec.Struct):
     epoch: int = 0
-    """Log sequence at which the activation was opened; 0: there is none."""
+    """Log sequence number at which the activation was opened. 0: none is open."""
     opening_on: list[NodeId] = []
-    """The nodes that have not yet said that the activation is open, where there are several."""
+    """Nodes that have not confirmed yet that the activation is open."""
     opening_s: float = 0.0
-    """When the activation was asked for."""
+    """When the activation was requested."""
     lead_s: float = 0.0
-    """How long recent activations took to open, at the most."""
+    """Longest time that recent activations took to open."""
     running: list[OperationKey] = []
-    """Operations that were permitted in this incarnation and have not ended: a mutating one, or
-    reading ones."""
+    """Permitted operations of this incarnation that have not ended: one mutating, or several
+    reading."""
     idle_ranks: list[int] = []
-    """Ranks whose devices are others' to use although the deployment runs: its long tail was
-    gathered on the other ranks, or it began when another's tail went on on these devices."""
+    """Ranks whose devices other deployments may use although this one is running. Either the long
+    tail of its operation was gathered on its other ranks, or it started while another deployment's
+    long tail still occupied these devices."""
     idle_since_s: float = 0.0
-    """When the last operation that ran ended."""
+    """When the last operation ended."""
     hinted_s: float = NOT_TOLD_S
-    """The time of the deployment's next use that state managers were told while it is off its
-    devices, in seconds; `NOT_TOLD_S` where they were told nothing."""
+    """Time of the deployment's next use, in seconds, as hinted to the state managers while it is
+    off its devices. `NOT_TOLD_S` if none was hinted."""
     retry_at_s: float = 0.0
-    """Nothing of the deployment runs before this time: its activation was refused, or the weights
-    version that its next operation brings was out of reach."""
+    """The deployment runs nothing before this time: its activation was refused, or the weights
+    version for its next operation was unreachable."""
 
     @property
     def is_opening(self) -> bool:
-        """Whether the activation is not open yet on all of its nodes."""
+        """Whether the activation is still opening on some node."""
         return self.epoch > 0 and bool(self.opening_on)
 
     def open(self, epoch: int, now_s: float, nodes: list[NodeId]) -> None:
-        """Note that an activation was asked for.
+        """Record that an activation was requested.
 
-        Args: epoch: the log sequence at which it was.
-              nodes: the nodes that are to say when their part of it is open.
+        Args: epoch: log sequence number of the request.
+              nodes: the nodes that must confirm when their part is open.
         """
         self.epoch = epoch
         self.opening_s = now_s
@@ -54,9 +52,9 @@ class Activation(msgspec.Struct):
         self.hinted_s = NOT_TOLD_S
 
     def opened_on(self, node: NodeId) -> bool:
-        """Note that a node has switched its part in.
+        """Record that a node has switched its part in.
 
-        Returns: whether that was still waited for.
+        Returns: whether the confirmation was still outstanding.
         """
         if node not in self.opening_on:
             return False
@@ -64,13 +62,13 @@ class Activation(msgspec.Struct):
         return True
 
     def close(self) -> None:
-        """Note that the deployment has no activation any more."""
+        """Record that the deployment no longer has an activation."""
         self.epoch = 0
         self.opening_on = []
         self.idle_ranks = []
 
     def leave_out(self, ranks: list[int]) -> None:
-        """Note that these ranks have no part in the operations that run, or are about to."""
+        """Record that these ranks take no part in the running operations."""
         self.idle_ranks = ranks
 
     def began(self, key: OperationKey) -> None:
@@ -81,12 +79,11 @@ class Activation(msgspec.Struct):
         self.idle_since_s = now_s
 
     def hint(self, use_s: float) -> None:
-        """Note which time of the next use state managers were told, in seconds; `NOT_TOLD_S`:
-        none."""
+        """Record the hinted time of the next use, in seconds, or `NOT_TOLD_S`."""
         self.hinted_s = use_s
 
     def validate(self, name: str) -> None:
-        """Raises: AssertionError: names the invariant and the deployment."""
+        """Check the invariants. Raises: AssertionError: names the invariant and the deployment."""
         assert self.epoch or not self.opening_on, f"{name}: opens without an activation"
         assert self.running or not self.idle_ranks, f"{name}: a part of nothing"
         if self.hinted_s >= 0:

@@ -1,7 +1,8 @@
-"""One logical model of a job: its key and spec, and a record for each subject.
+"""A deployment, which is one logical model of a job: its key, its spec and a record for each
+subject.
 
-The records are `queue`, `wpg`, `activation`, `durability` and `move`, each with a module of its
-own. Other modules read the fields.
+The records `queue`, `wpg`, `activation`, `durability` and `move` are each defined in their own
+module.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from phaseloom.scheduler.core.state.transitions import MoveStage, WpgState
 from phaseloom.scheduler.core.state.wpg import RankAssignment, Wpg
 
 FULL_COUNT = 4
-"""The newest duration has a weight of one in so many. With 3 to 5 predictions are best on recorded
-logs, and better than by the median of the last 32 durations."""
+"""Weight of the newest duration is 1 / FULL_COUNT. Values from 3 to 5 predict best on recorded
+logs, and better than the median of the last 32 durations."""
 
 
 class Deployment(msgspec.Struct, dict=True):
@@ -33,9 +34,9 @@ class Deployment(msgspec.Struct, dict=True):
     durability: DeploymentDurability = msgspec.field(default_factory=DeploymentDurability)
     move: Move = msgspec.field(default_factory=Move)
     recent: dict[str, tuple[float, int]] = {}
-    """Kind → seconds that its operations have lasted, as a geometric mean in which the newest ones
-    count most, and how many that mean knows, up to `FULL_COUNT`. Predictions alone go by it: it is
-    newer than a phase trace, and less steady."""
+    """Kind → (geometric mean duration in seconds, favouring recent operations; number of operations
+    in it, up to `FULL_COUNT`). Only used for predictions: it is more recent than a phase trace, but
+    less steady."""
 
     @cached_property
     def name(self) -> str:
@@ -47,7 +48,7 @@ class Deployment(msgspec.Struct, dict=True):
 
     @property
     def node(self) -> NodeId | None:
-        """The leader's node."""
+        """Node of the leader."""
         return self.wpg.assignments[0].node if self.wpg.assignments else None
 
     @property
@@ -61,31 +62,31 @@ class Deployment(msgspec.Struct, dict=True):
 
     @property
     def destination(self) -> list[RankAssignment]:
-        """The devices that a deployment is moving to; where it does not move, its own."""
+        """Devices to which the deployment is moving, or its present ones if it does not move."""
         move = self.move.relocation
         return self.wpg.assignments if move is None else move.assignments
 
     @property
     def is_on_its_way(self) -> bool:
-        """Whether a deployment is moving, and its move is not put off."""
+        """Whether the deployment is moving and the move is not suspended."""
         move = self.move.relocation
         return move is not None and move.stage is not MoveStage.WAITING
 
     @property
     def last_seq(self) -> int:
-        """The last seq that was ever used, as far as is known."""
+        """Highest seq known to have been used."""
         queue = self.queue
         return max(queue.next_seq - 1, self.durability.applied, max(queue.operations, default=0))
 
     def note_duration(self, kind: str, duration_s: float) -> None:
-        """Take the duration of an operation that has completed into the recent one of its kind."""
+        """Include the duration of a completed operation in the recent mean of its kind."""
         if duration_s > 0.0:
             before_s, count = self.recent.get(kind, (duration_s, 0))
             count = min(count + 1, FULL_COUNT)
             self.recent[kind] = before_s * (duration_s / before_s) ** (1 / count), count
 
     def validate(self) -> None:
-        """Raises: AssertionError: names the invariant and the deployment."""
+        """Check the invariants. Raises: AssertionError: names the invariant and the deployment."""
         name = self.name
         for record in (self.queue, self.wpg, self.activation, self.durability, self.move):
             record.validate(name)

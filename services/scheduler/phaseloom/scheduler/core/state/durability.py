@@ -1,7 +1,4 @@
-"""The durability of a deployment: its seal, the nodes that have it, and what came after it.
-
-One record a deployment. Each of its fields is written by one module: here, or by its owner.
-"""
+"""The durability of a deployment: its seal, the nodes that have it, and the operations after it."""
 
 from __future__ import annotations
 
@@ -14,25 +11,26 @@ from phaseloom.scheduler.core.state.operation import Mutation
 
 
 class Copying(msgspec.Struct):
-    """A copy that a node fetches from other nodes, one of which is to be left."""
+    """A copy that a node fetches because another node that has it is being evacuated."""
 
     node: NodeId
     revision: int
-    """The node's lease at that time: under a later one it fetches nothing."""
+    """Revision of the node's lease at that time. After a new lease it no longer fetches the
+    copy."""
     command: CommandId
-    """The command that told the node to fetch the copy."""
+    """Command that requested the copy."""
     part: int = 0
-    """The number of the part of a seal that is fetched."""
+    """Index of the seal's part."""
     has_failed: bool = False
-    """Whether the node's last try to fetch the copy failed; it may still succeed."""
+    """Whether the node's last attempt failed. A later one may still succeed."""
     failures: int = 0
-    """Failed tries in a row, on whichever node."""
+    """Number of consecutive failed attempts, on any node."""
     retry_at_s: float = 0.0
     """The node is not asked again before this time. Another node may be."""
 
     def is_under_way(self, node: Node) -> bool:
-        """Whether the node still fetches the copy: no try has failed, and the node has kept the
-        lease under which it was told to."""
+        """Whether the node is still fetching: no attempt has failed, and the node still has the
+        same lease."""
         return not self.has_failed and node.is_up and node.revision == self.revision
 
 
@@ -40,38 +38,39 @@ class DeploymentDurability(msgspec.Struct):
     applied: int = 0
     """seq of the last mutating operation in the state of this incarnation."""
     history: list[Mutation] = []
-    """Mutating operations that took effect and may have to be run again, by seq."""
+    """Mutating operations that took effect and may have to be replayed, by seq."""
     replay: list[int] = []
-    """Seqs of the mutating operations still to be run again in this incarnation."""
+    """Seqs of the mutating operations that this incarnation still has to replay."""
     holds: VersionKey | None = None
-    """The weights version that the last `sync_weights` brought."""
+    """Weights version loaded by the last `sync_weights`."""
     seal_seq: int = 0
-    """seq of the newest seal; 0: there is none."""
+    """seq of the newest seal. 0: none."""
     replicas: list[list[NodeId]] = []
-    """Nodes that have each part of the newest seal, by rank. Those that are no nodes of the
-    deployment hold it until the next seal is committed."""
+    """Nodes that have each part of the newest seal, by rank. Nodes that do not run the deployment
+    keep it until the next seal is committed."""
     copying: list[Copying] = []
-    """Nodes that fetch a part of the newest seal, since one that has it is left."""
+    """Copies of parts of the newest seal that are being fetched, because a node that has them is
+    evacuated."""
     sealing: int = 0
-    """seq of the seal under way; 0: none."""
+    """seq of the seal in progress. 0: none."""
     seal_asked: int = 0
-    """seq of the last seal that was asked for; 0: it failed."""
+    """seq of the last requested seal. 0: that request failed."""
     seal_parts: dict[NodeId, list[int]] = {}
-    """Nodes that have committed their part of the seal under way → the weights versions that are
-    durable there. It is used where the deployment is on several nodes."""
+    """Nodes that have committed their part of the seal in progress → the weights versions that are
+    durable there. Used for deployments on several nodes."""
     part_copies: dict[NodeId, list[NodeId]] = {}
-    """For each node in `seal_parts`, the other nodes that have its part, too."""
+    """For each node in `seal_parts`, the other nodes that have its part too."""
     since_seal: int = 0
-    """Mutating operations that took effect since the last seal, or the last try."""
+    """Number of mutating operations since the last seal or the last attempt."""
     since_seal_bytes: int = 0
-    """Bytes of the payloads of these operations."""
+    """Total payload bytes of these operations."""
     changed_s: float = 0.0
     """When the first of these operations took effect."""
     durable_versions: list[int] = []
-    """Weights versions that are on disk with the newest seal, by seq."""
+    """Weights versions stored on disk with the newest seal, by seq."""
     unfinished_versions: list[int] = []
-    """Weights versions that were being published when the job fell back to its checkpoint: they may
-    be there all the same, until the next incarnation has started."""
+    """Weights versions that were being published when the job fell back to its checkpoint. They may
+    exist anyway until the next incarnation has started."""
 
     @property
     def last_kind(self) -> str:
@@ -84,12 +83,12 @@ class DeploymentDurability(msgspec.Struct):
         self.applied = mutation.seq
 
     def start_from(self, applied: int) -> None:
-        """Note that the state of this incarnation is as of this mutating operation."""
+        """Record that this incarnation starts from the state after this mutating operation."""
         self.applied = applied
 
     def count_change(self, num_bytes: int, now_s: float) -> None:
-        """Note that the state has changed since its seal, by an operation with so many bytes of
-        payload."""
+        """Record that an operation with this payload size has changed the state since the last
+        seal."""
         if not self.since_seal:
             self.changed_s = now_s
         self.since_seal += 1
@@ -99,18 +98,18 @@ class DeploymentDurability(msgspec.Struct):
         self.holds = version
 
     def forget_before_last(self) -> list[int]:
-        """Forget the mutations before the last one, which replaced the whole state; returns their
+        """Forget all mutations before the last one, which replaced the whole state. Returns their
         seqs."""
         forgotten = [mutation.seq for mutation in self.history[:-1]]
         self.history = self.history[-1:]
         return forgotten
 
     def forget(self, seqs: list[int]) -> None:
-        """Forget these mutations, which have no effect on the state any more."""
+        """Forget these mutations, which no longer affect the state."""
         self.history = [mutation for mutation in self.history if mutation.seq not in seqs]
 
     def forget_up_to(self, floor: int) -> list[int]:
-        """Forget the mutations up to a purge floor; returns their seqs."""
+        """Forget the mutations up to a purge floor. Returns their seqs."""
         forgotten = [mutation.seq for mutation in self.history if mutation.seq <= floor]
         self.history = [mutation for mutation in self.history if mutation.seq > floor]
         return forgotten
@@ -119,7 +118,7 @@ class DeploymentDurability(msgspec.Struct):
         self.replay = seqs
 
     def replayed(self, seq: int) -> None:
-        """Note that the first of the operations to be run again has been."""
+        """Record that the next operation to replay has been replayed."""
         self.replay.pop(0)
         if any(mutation.seq == seq for mutation in self.history):
             self.applied = seq
@@ -127,7 +126,7 @@ class DeploymentDurability(msgspec.Struct):
     # --- seals -----------------------------------------------------------------------------------
 
     def seal(self) -> None:
-        """Note that a seal of the state as it is now was asked for."""
+        """Record that a seal of the present state was requested."""
         self.sealing = self.seal_asked = self.applied
         self.seal_parts = {}
         self.part_copies = {}
@@ -143,7 +142,7 @@ class DeploymentDurability(msgspec.Struct):
         self.replicas = replicas
 
     def count_from_seal(self, now_s: float) -> None:
-        """Count what has changed since the seal that was just committed."""
+        """Count the changes since the seal that was just committed."""
         later = [mutation for mutation in self.history if mutation.seq > self.seal_seq]
         self.since_seal = len(later)
         self.since_seal_bytes = sum(mutation.num_bytes for mutation in later)
@@ -152,12 +151,12 @@ class DeploymentDurability(msgspec.Struct):
             self.sealing = 0
 
     def skip_seal(self) -> None:
-        """Note that a seal cannot be made now, so that the next try is not at once."""
+        """Record that a seal cannot be made now, so that the next attempt comes later."""
         self.seal_asked = self.since_seal = self.since_seal_bytes = 0
 
     def seal_failed(self) -> None:
-        """Note that the seal failed. The next try is not at once, since a full disk is likely still
-        full."""
+        """Record that the seal failed. The next attempt comes later, because a full disk is
+        probably still full."""
         self.sealing = 0
         self.skip_seal()
 
@@ -206,8 +205,7 @@ class DeploymentDurability(msgspec.Struct):
     # --- ending ----------------------------------------------------------------------------------
 
     def fall_back(self, seq: int) -> None:
-        """Note that the state is that of a checkpoint which stands for this seq, and has no
-        seal."""
+        """Record that the state is now that of a checkpoint, at this seq, and has no seal."""
         self.applied = seq
         self.seal_seq = 0
         self.durable_versions = []
@@ -216,11 +214,11 @@ class DeploymentDurability(msgspec.Struct):
         self.holds = None
 
     def end(self) -> None:
-        """Note that the deployment has ended, and nothing of it is run again."""
+        """Record that the deployment has ended: nothing will be replayed."""
         self.history = []
 
     def validate(self, name: str) -> None:
-        """Raises: AssertionError: names the invariant and the deployment."""
+        """Check the invariants. Raises: AssertionError: names the invariant and the deployment."""
         seqs = [mutation.seq for mutation in self.history]
         assert seqs == sorted(set(seqs)), f"I2 {name}: history out of order {seqs}"
         assert self.replay == sorted(set(self.replay)), f"I2 {name}: replay {self.replay}"

@@ -1,7 +1,4 @@
-"""A job as the scheduler knows it: its key and spec, and a record for each subject.
-
-Each field of a record is written by one module: here, or by its owner. Others read it.
-"""
+"""A job as the scheduler knows it: its key and spec, and a record for each subject."""
 
 from __future__ import annotations
 
@@ -15,16 +12,17 @@ from phaseloom.scheduler.core.state.transitions import JobState
 
 
 class Controller(msgspec.Struct):
-    """The controllers that drive a job, by their sessions."""
+    """The sessions of the job's controllers."""
 
     session: int = 0
-    """The newest session: operations of older ones are refused."""
+    """Newest session. Operations of older sessions are refused."""
     is_attached: bool = True
-    """Whether the newest session's heartbeat goes on."""
+    """Whether the newest session still sends heartbeats."""
     ended_session: int = -1
-    """Sessions up to this one ended with a roll-back: what they send is refused."""
+    """Newest session that a rollback has ended. Operations of this and older sessions are
+    refused."""
     phases: dict[str, int] = {}
-    """Pool → session whose controller declared a phase there that is open."""
+    """Pool → session that declared the phase that is open there."""
 
     def attach(self, session: int) -> None:
         self.session = session
@@ -34,26 +32,26 @@ class Controller(msgspec.Struct):
         self.is_attached = False
 
     def end_sessions(self) -> None:
-        """Note that all sessions opened until now are over."""
+        """Record that all sessions opened so far have ended."""
         self.ended_session = self.session
 
     def succeed(self, session: int) -> None:
-        """Note that sessions up to this one belong to an earlier job of the same name."""
+        """Record that sessions up to this one belong to an earlier job of the same name."""
         self.session = self.ended_session = session
 
 
 class NamedVersion(msgspec.Struct):
-    """A weights version that operations may read by its name, and who does."""
+    """A weights version that operations may read by name, with its readers."""
 
     ttl_s: float = 0.0
-    """Seconds for which the version may be named after its publish, and after each operation that
+    """Seconds for which the version may be named after its publish and after each operation that
     named it."""
     until_s: float = 0.0
-    """The time until which the version may be named, whatever is published after it."""
+    """Time until which the version may be named, even if newer ones are published."""
     readers: list[OperationKey] = []
-    """The open operations that name the version."""
+    """Open operations that name the version."""
     nodes: list[NodeId] = []
-    """Nodes that may have a copy, because a deployment there has read it."""
+    """Nodes that may have a copy because a deployment there has read the version."""
 
     @property
     def is_read(self) -> bool:
@@ -61,25 +59,25 @@ class NamedVersion(msgspec.Struct):
 
 
 class JobVersions(msgspec.Struct):
-    """The weights versions of a job that exist."""
+    """Existing weights versions of a job."""
 
     published: list[VersionKey] = []
     named: dict[str, NamedVersion] = {}
-    """Weights version → who reads it by its name."""
+    """Weights version → its readers by name."""
     retained: dict[str, list[NodeId]] = {}
-    """Weights version of a deleted policy that others need → the nodes that have it."""
+    """Weights version of a deleted policy that others still need → the nodes that have it."""
     copying: dict[str, Copying] = {}
-    """The retained versions that another node fetches."""
+    """Retained versions that another node is fetching."""
 
     def retain(self, version: str, nodes: list[NodeId]) -> None:
         self.retained.setdefault(version, nodes)
 
     def drop_retained(self, version: str) -> list[NodeId]:
-        """Drop a version that was retained; returns the nodes that had it."""
+        """Drop a retained version. Returns the nodes that had it."""
         return self.retained.pop(version, [])
 
     def name(self, version: str, ttl_s: float, now_s: float) -> None:
-        """Note that a version was published, and may be named for `ttl_s` seconds from now."""
+        """Record that a version was published and may be named for `ttl_s` seconds from now."""
         named = self.named.setdefault(version, NamedVersion())
         named.ttl_s, named.until_s = ttl_s, now_s + ttl_s
 
@@ -96,16 +94,16 @@ class JobVersions(msgspec.Struct):
         named.until_s = max(named.until_s, now_s + named.ttl_s)
 
     def drop_name(self, version: str) -> NamedVersion:
-        """Note that a version may be named no longer; returns who read it by its name."""
+        """Record that a version may no longer be named. Returns its readers."""
         return self.named.pop(version, NamedVersion())
 
     def begin_copying(self, version: str, copying: Copying) -> None:
         self.copying[version] = copying
 
     def end_copying(self, version: str, *, on: NodeId | None = None) -> None:
-        """Note that the copying of a retained version to a node has ended.
+        """Record that copying a retained version has ended.
 
-        Args: on: the node, where it has the version now.
+        Args: on: the node that now has the version. None: copying failed.
         """
         del self.copying[version]
         if on is not None:
@@ -113,16 +111,16 @@ class JobVersions(msgspec.Struct):
 
 
 class EarlierDeployments(msgspec.Struct):
-    """The last numbers of the deployments of this name's earlier jobs, and of deleted
+    """Highest numbers used by deployments of earlier jobs of this name, and by deleted
     deployments."""
 
     last_seqs: dict[str, int] = {}
-    """Deployment → the last seq that it used."""
+    """Deployment → its last used seq."""
     incarnations: dict[str, int] = {}
     """Deployment → its last incarnation."""
 
     def succeed(self, older: EarlierDeployments) -> None:
-        """Take over the numbers that the last job of this name knew."""
+        """Adopt the numbers of the preceding job of this name."""
         self.last_seqs = dict(older.last_seqs)
         self.incarnations = dict(older.incarnations)
 
@@ -137,32 +135,34 @@ class EarlierDeployments(msgspec.Struct):
 
 
 class Speculation(msgspec.Struct):
-    """How well the next operations of a job are predicted."""
+    """Record of how well the job's next operations are predicted."""
 
     follows: dict[str, str] = {}
-    """`<deployment>.<kind>` → deployment that ran next on its pool, last time after a gap."""
+    """`<deployment>.<kind>` → deployment that ran next on its pool, the last time there was a
+    gap."""
     misses: int = 0
-    """Speculative activations of the job, in a row, that were displaced before their operation."""
+    """Number of consecutive speculative activations that were displaced before their operation
+    came."""
     skips: int = 0
-    """Gaps still to pass before an activation is opened speculatively for the job again."""
+    """Number of gaps to skip before the next speculative activation."""
 
 
 class Progress(msgspec.Struct):
-    """How far a job has come, beside the others of its group."""
+    """How far a job has come relative to the other jobs of its group."""
 
     began_s: float = -1.0
-    """When the job's first operation was ready; -1: none has begun."""
+    """When the job's first operation was ready. -1: none was yet."""
     lag_s: float = 0.0
-    """Seconds since `began_s` for which other jobs or a switch kept its operations from running."""
+    """Seconds since `began_s` for which other jobs or switches delayed its operations."""
     round: int = -1
-    """The last meta-iteration of its group that it began, under a policy that serves them; -1: it
-    has begun none."""
+    """Last meta-iteration of its group that the job has started, under a policy with
+    meta-iterations. -1: none."""
 
     def enter_round(self, number: int) -> None:
         self.round = number
 
     def leave_rounds(self) -> None:
-        """Note that the job goes elsewhere: it joins the rounds of those that it meets there."""
+        """Record that the job moves to other jobs and will join their rounds."""
         self.round = -1
 
 
@@ -178,22 +178,21 @@ class Job(msgspec.Struct):
     speculation: Speculation = msgspec.field(default_factory=Speculation)
     progress: Progress = msgspec.field(default_factory=Progress)
     checkpoint: str = ""
-    """Name of the newest checkpoint with a controller's blob."""
+    """Name of the newest checkpoint that includes a controller's blob."""
     checkpoints: dict[str, str] = {}
-    """Deployment → the checkpoint of it that belongs to `checkpoint`."""
+    """Deployment → its checkpoint that belongs to `checkpoint`."""
     device_s: dict[str, float] = {}
-    """Pool → the devices' time that counts as the job's, in seconds times devices."""
+    """Pool → device time charged to the job, in device-seconds."""
     why_here: str = ""
-    """Why placement chose its place."""
+    """Reason for the job's placement."""
     error: ErrorInfo | None = None
 
     def have(self, deployments: list[DeploymentSpec]) -> None:
-        """Replace the list of deployments."""
         self.spec = msgspec.structs.replace(self.spec, deployments=deployments)
 
     def charge(self, pool: str, device_s: float) -> None:
         self.device_s[pool] = self.device_s.get(pool, 0.0) + device_s
 
     def failed(self, error: ErrorInfo | None) -> None:
-        """Note the error of the job; None: the error is over."""
+        """Record the job's error. None: the error no longer applies."""
         self.error = error

@@ -1,7 +1,4 @@
-"""The move of a deployment: where it goes, and which nodes it has left.
-
-One record a deployment. Each of its fields is written by one module: here, or by its owner.
-"""
+"""The move of a deployment: its destination, and the nodes that it has left."""
 
 from __future__ import annotations
 
@@ -38,23 +35,24 @@ class Relocation(msgspec.Struct):
 
 class Move(msgspec.Struct):
     relocation: Relocation | None = None
-    """None: the deployment stays where it is."""
+    """None: the deployment does not move."""
     stale_holders: list[NodeId] = []
-    """Nodes that the deployment was on and that keep its seal, until it has made a new one."""
+    """Nodes that the deployment has left and that keep its seal until it has made a new one."""
 
     def begin(self, assignments: list[RankAssignment]) -> None:
         self.relocation = Relocation(assignments)
 
     def end(self) -> None:
-        """Note that the move is over: the deployment has arrived, stays after all, or has ended."""
+        """Record that the move is over: the deployment has arrived, stays after all, or has
+        ended."""
         self.relocation = None
 
     def keep(self, nodes: Iterable[NodeId], *, but: Iterable[NodeId] = ()) -> None:
-        """Make these nodes, except those in `but`, the stale holders."""
+        """Set the stale holders to these nodes, except those in `but`."""
         excluded = set(but)
         self.stale_holders = [node for node in dict.fromkeys(nodes) if node not in excluded]
 
     def validate(self, name: str) -> None:
-        """Raises: AssertionError: names the invariant and the deployment."""
+        """Check the invariants. Raises: AssertionError: names the invariant and the deployment."""
         stale = self.stale_holders
         assert len(set(stale)) == len(stale), f"{name}: a stale holder twice in {stale}"

@@ -1,4 +1,4 @@
-"""Nodes and their devices: what is on each, who holds it, who is expected."""
+"""Nodes and their devices: resident, running and expected deployments."""
 
 from __future__ import annotations
 
@@ -11,136 +11,139 @@ from phaseloom.common.contract.specs import CommandId, DeviceSpec, Residency
 
 
 class Closing(StrEnum):
-    """Why a node is to be left."""
+    """Reason for evacuating a node."""
 
     DRAIN = "drain"
-    """On request: what is on it goes elsewhere."""
+    """An operator requested it. Everything on the node moves elsewhere."""
     AWAY = "away"
-    """The node has not come back for a while: what can be rebuilt without it is."""
+    """The node has been away for a while. Deployments that can be rebuilt without it move
+    elsewhere."""
     GONE = "gone"
-    """The node will not come back: what it alone had is lost."""
+    """The node will not come back. Data that only it had is lost."""
 
 
 class Leave(msgspec.Struct):
-    """A node that is to be left."""
+    """Evacuation of a node."""
 
     why: Closing
     is_drained: bool = False
-    """Whether an operator has asked for it. This holds until it is undone, even where the node is
+    """Whether an operator requested a drain. This lasts until it is undone, even if the node is
     lost or comes back."""
     is_told: bool = False
-    """Whether people know that nothing is on the node any more."""
+    """Whether the notice that the node is empty was published."""
 
 
 class Expected(msgspec.Struct):
-    """When a job's next operation on a device is predicted, after one that ended."""
+    """Predicted time of a job's next operation on a device, after the end of another one."""
 
     after: str
-    """The operation that ended: `<deployment>.<kind>`."""
+    """The operation that ended, as `<deployment>.<kind>`."""
     ended_s: float
     soonest_s: float
-    """The 10th percentile of the predicted time, where the profiler knows it."""
+    """10th percentile of the predicted time, if the profiler knows it."""
     at_s: float
     late_s: float
-    """The prediction counts as wrong from this time on."""
+    """Time after which the prediction counts as wrong."""
     is_tried: bool = False
-    """Whether an activation was opened for the prediction, or deliberately not: one try a gap."""
+    """Whether a speculative activation was opened or deliberately skipped. There is one attempt per
+    gap."""
     is_told: bool = False
-    """Whether state managers were given a hint of the prediction."""
+    """Whether the state managers were given a hint of the prediction."""
 
 
 class Phase(msgspec.Struct):
-    """A run of one job's operations on a device."""
+    """A series of one job's operations on a device."""
 
     job: str = ""
     kinds: list[str] = []
-    """`<deployment>.<kind>` of each operation that began in the phase."""
+    """`<deployment>.<kind>` of each operation that started in the phase."""
     began_s: float = 0.0
 
 
 class Pace(msgspec.Struct):
-    """How fast a deployment is by the table of slowdowns, and beside what, while it has a share."""
+    """Speed of a deployment while it has a share, according to the table of slowdowns, by
+    neighbours."""
 
     stage: str
-    """The kind of sub-stage that it is in; empty: it moves state."""
+    """Kind of sub-stage of the deployment. Empty: it moves state."""
     began_s: float
     since_s: float
-    """The time up to which `work_s` and `beside_s` count."""
+    """Time up to which `work_s` and `beside_s` are complete."""
     least_units: int
-    """The fewest units that it has had."""
+    """Minimum number of units so far."""
     company: str = ""
-    """The kinds of sub-stages beside it since then, as in `Observed`."""
+    """Kinds of sub-stages of its neighbours since then, as in `Observed`."""
     speed: float = 1.0
-    """Its speed since then; 1: as fast as alone on the whole device."""
+    """Speed since then, where 1 is the speed alone on the whole device."""
     work_s: float = 0.0
-    """The seconds that the work done so far takes alone on the whole device."""
+    """Seconds that the work so far would take alone on the whole device."""
     beside_s: dict[str, float] = {}
-    """Company → the seconds beside it."""
+    """Neighbours → seconds next to them."""
 
 
 class Share(msgspec.Struct):
-    """The compute units of a device that a deployment has while it runs."""
+    """Compute units of a device that a running deployment may use."""
 
     deployment: str
     units: list[int]
-    """The units that it may be using. No two shares of a device have one in common."""
+    """Units that it may be using. Shares of a device never overlap."""
     asked: list[int] = []
-    """The units that remain to the share once its rank has confirmed that it uses no others; empty:
-    it was not asked to give any up."""
+    """Units that remain after the rank confirms that it has given up the others. Empty: no request
+    is open."""
     command: CommandId | None = None
-    """The command by which the share was asked to give units up."""
+    """Command that requested units back."""
     pace: Pace | None = None
-    """How fast it has been; None: there is no table of slowdowns."""
+    """Speed so far. None: there is no table of slowdowns."""
 
 
 class Slot(msgspec.Struct):
-    """What runs on a device: one deployment, or several beside one another, each with a share of
-    its compute units. `devices` alone writes its fields."""
+    """What runs on a device: one deployment, or several side by side, each with a share of its
+    compute units. Only `devices` writes its fields."""
 
     node: NodeId
     device: int
     resident: list[str] = []
-    """Deployments whose state is in the slot, least recently used first."""
+    """Deployments whose state is on the device, least recently used first."""
     placed: list[str] = []
-    """Deployments that run here when it is their turn."""
+    """Deployments assigned to the device, running or not."""
     ready: dict[str, str] = {}
     """Placed deployments with a ready operation → their job."""
     holder: str = ""
-    """The job that used the slot last."""
+    """Job that used the slot last."""
     held_since_s: float = 0.0
-    """The time at which the holder took the slot."""
+    """When the holder acquired the slot."""
     running: str = ""
-    """Deployment whose operations run here now, or will once its activation is open. Where several
-    run, the one that has been here longest."""
+    """Deployment that is running here, or will once its activation is open. If there are several,
+    the one that has been running longest."""
     shares: list[Share] = []
-    """The shares of all deployments that run here, in the order in which they came; empty where
-    devices are not shared in space, or nothing runs."""
+    """Shares of all deployments running here, in order of arrival. Empty if devices are not shared
+    in space or nothing is running."""
     used_by: str = ""
     """Deployment that used the slot last."""
     used_since_s: float = 0.0
-    """The time since which no other deployment has used the slot."""
+    """Time since which only that deployment has used the slot."""
     is_released: bool = False
-    """Whether the holder has said that its phase here is over: the slot is not kept for it."""
+    """Whether the holder has ended its phase, so the slot is not reserved for it."""
     speculative: str = ""
-    """Deployment whose activation was opened before its operation, which has not come yet."""
+    """Deployment whose activation was opened speculatively, before its operation came."""
     expected: dict[str, Expected] = {}
-    """Job → its next operation here, where predicted."""
+    """Job → its next operation here, if predicted."""
     last: str = ""
-    """The operation that ended last, as `<deployment>.<kind>`; the profiler's gap is looked up by
-    it."""
+    """The last operation that ended, as `<deployment>.<kind>`. Key of the profiler's estimate of
+    the gap."""
     idle_since_s: float = 0.0
     phase: Phase = msgspec.field(default_factory=Phase)
-    """The phase that the slot is in, or was in last."""
+    """Current phase of the slot, or its last one."""
     served: dict[str, int] = {}
-    """Job → log sequence at which its operations last began here."""
+    """Job → log sequence number at which its operations last started here."""
     rounds: dict[str, int] = {}
-    """Job → the last round of which it began a phase here."""
+    """Job → the last round in which it started a phase here."""
     timer: str = ""
-    """The timer at which the slot is looked at again."""
+    """Timer at which the slot is examined again."""
 
     @property
     def runs(self) -> list[str]:
-        """The deployments that run here."""
+        """Deployments running here."""
         return [share.deployment for share in self.shares] or ([self.running] * bool(self.running))
 
     def share_of(self, deployment: str) -> Share | None:
@@ -153,9 +156,9 @@ class Slot(msgspec.Struct):
 class Device(msgspec.Struct):
     memory_bytes: int
     slots: list[Slot]
-    """The slots, of which there is one; deployments beside one another have shares in it."""
+    """Always one slot. Deployments that run side by side have shares in it."""
     units: int = 1
-    """The number of the device's compute units."""
+    """Number of compute units."""
 
 
 class Node(msgspec.Struct):
@@ -170,8 +173,8 @@ class Node(msgspec.Struct):
     residency: Residency
     is_up: bool = True
     claims: list[str] = []
-    """Deployments that were chosen and wait until all of their devices are free, the oldest choice
-    first. Any two of them are in the same order on every node that they share."""
+    """Deployments that were chosen and wait until all of their devices are free, oldest choice
+    first. Any two of them have the same order on every node that they share."""
 
 
 def new_devices(node: NodeId, specs: list[DeviceSpec]) -> list[Device]:

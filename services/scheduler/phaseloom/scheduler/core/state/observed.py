@@ -1,16 +1,18 @@
-"""The durations of operations side by side, as they were seen, against the table of slowdowns.
+"""Observed durations of operations that ran side by side, compared with the table of slowdowns.
 
-The *work* of an operation is the time that it would have taken alone on the whole device, by the
-table: its duration times the speeds that the table gives it. Where the table is right, the work
-does not depend on what ran beside. So work that grows with the part of the time in some company
-says by how much the table is wrong there: a linear regression of the logarithms of works on these
-parts, in which older operations count less. It needs no operation that was in one company for all
-of its time, and what happens to be long, and so is beside more, is not taken to be slowed down.
-Where every operation is beside others for the same part of its time, nothing can be learnt.
+The *work* of an operation is the time that it would have taken alone on the whole device according
+to the table: its duration times the speeds in the table. If the table is right, the work does not
+depend on the neighbours. If work grows with the fraction of time next to certain neighbours, the
+growth shows how wrong the table is for them.
 
-Only operations of one deployment, of one kind, and of about the same number of tokens are compared:
-a job may come to longer batches just when it gets company.
-Cost: the inversion of a matrix of at most five rows an operation.
+The estimate is a linear regression of the logarithm of the work on these fractions, with decreasing
+weights for older operations. No operation needs to have the same neighbours all the time. And an
+operation that has more neighbours only because it is long does not count as slowed down. If every
+operation has neighbours for the same fraction of its time, nothing can be learned.
+
+Only operations of one deployment and kind with about the same number of tokens are compared,
+because a job's batches may become longer at the time when it gets neighbours.
+Cost: inverting a matrix of at most five rows per operation.
 """
 
 from __future__ import annotations
@@ -21,72 +23,74 @@ from collections.abc import Sequence
 import msgspec
 
 ALONE = ""
-"""The company of what runs beside nothing."""
+"""Key of operations without neighbours."""
 TOGETHER = "+"
-"""Joins the kinds of sub-stages of a company of several."""
+"""Separator of the sub-stages of several neighbours."""
 UNKNOWN = "?"
-"""Stands for the company of what may not use yet all units that it has: nobody knows how fast it
-is."""
+"""Key of the time in which a deployment may not use all of its units yet, so that its speed is
+unknown."""
 ENOUGH = 8.0
-"""The number of operations in a company from which on anything is believed of it."""
+"""Minimum number of operations next to certain neighbours before a result is trusted."""
 MEMORY = 64.0
-"""The number of operations after which one counts for a third of a new one."""
+"""Number of operations after which an old one has a third of the weight of a new one."""
 LEAST_SPREAD = 0.1
-"""The least spread of the logarithms of works that is assumed: few operations may be alike by
-chance."""
+"""Assumed minimum standard deviation of the logarithm of the work: a few operations may be similar
+by chance."""
 SURE = 3.0
-"""The number of standard errors by which operations must be slower than the table says."""
+"""Number of standard errors by which operations must exceed the table."""
 HELD_FOR = 256
-"""The number of a deployment's operations for which what was found of a company is held while no
-operation has it. Then it is tried again: what made it slow may be gone."""
+"""A finding expires after this many operations of the deployment without these neighbours. They are
+then tried again, because the cause of the slowdown may be gone."""
 MOST_SIZES = 16
-"""The most records of a deployment; of more, those are dropped that were not needed for longest."""
+"""Maximum number of records per deployment. Beyond that, the least recently needed ones are
+dropped."""
 ENOUGH_ALONE = 2.0
-"""The number of operations alone from which on others are compared with them. Older ones count
-less, so that it takes one in `MEMORY` / `ENOUGH_ALONE` to have so many."""
+"""Minimum number of operations without neighbours before others are compared with them. Older ones
+count less, so one in `MEMORY` / `ENOUGH_ALONE` suffices."""
 _MOST = 10.0
-"""The error of what is not known, and the logarithm of the greatest factor."""
+"""Error of an unknown value, and the logarithm of the largest factor."""
 _PRIOR = 0.01
-"""The part of an operation for which the table counts: it keeps the regression solvable."""
+"""Weight of the table, in operations. Keeps the regression solvable."""
 
 Matrix = list[list[float]]
 
 
 class Finding(msgspec.Struct):
-    """How much slower operations were in one company than the table says."""
+    """How much slower operations were next to certain neighbours than the table says."""
 
     excess: float
-    """The logarithm of the factor by which they were slower."""
+    """Logarithm of the slowdown factor relative to the table."""
     error: float
-    """The standard error of `excess`."""
     count: float
-    """The operations that have shown it; each counts for the part of its time in the company."""
+    """Number of operations behind it, each weighted by its fraction of time next to these
+    neighbours."""
     since: int = 0
-    """The number of the deployment's operations since the last one that had the company."""
+    """Number of the deployment's operations since the last one with these neighbours."""
 
 
 class Observed(msgspec.Struct):
-    """The operations of a deployment of one kind and about one size."""
+    """Operations of one deployment, kind and approximate size."""
 
     kind: str
     stage: str
-    """The kind of sub-stage that the table has for them."""
+    """Kind of their sub-stage in the table."""
     companies: list[str] = []
-    """The companies that they had: the kinds of sub-stages beside, sorted, joined by `TOGETHER`."""
+    """Combinations of neighbours that occurred: their sub-stages, sorted and joined by
+    `TOGETHER`."""
     sums: Matrix = msgspec.field(default_factory=lambda: [[0.0]])
-    """The sums of products of the regression's variables: 1, then the part of an operation's time
-    in each company."""
+    """Sums of products of the regression's variables. The first variable is 1, the others are the
+    fractions of an operation's time next to each combination of neighbours."""
     products: list[float] = msgspec.field(default_factory=lambda: [0.0])
-    """The sums of the variables times the logarithm of the work, in seconds."""
+    """Sums of the variables times the logarithm of the work in seconds."""
     squares: float = 0.0
-    """The sum of the squares of these logarithms."""
+    """Sum of the squares of these logarithms."""
     findings: dict[str, Finding] = {}
-    """Company → what was found when an operation had it last."""
+    """Combination of neighbours → finding at the last operation with them."""
 
     def take(self, work_s: float, beside: dict[str, float]) -> None:
-        """Take in an operation.
+        """Add an operation.
 
-        Args: beside: the part of its time in each company, 0 to 1.
+        Args: beside: fraction of its time next to each combination of neighbours, 0 to 1.
         """
         had = [company for company, part in beside.items() if part > 0.0 and company != ALONE]
         for company in had:
@@ -119,17 +123,16 @@ class Observed(msgspec.Struct):
 
     @property
     def count(self) -> float:
-        """The number of operations; older ones count less."""
+        """Weighted number of operations; older ones count less."""
         return self.sums[0][0]
 
     @property
     def alone(self) -> float:
-        """The part of them that ran beside nothing."""
+        """Weighted number of operations without neighbours."""
         return self.count - sum(self.sums[0][1:])
 
     def age(self) -> None:
-        """Note that an operation of the deployment has ended; forget what was found too long ago,
-        so that the company is tried again."""
+        """Record that an operation of the deployment has ended, and drop expired findings."""
         for company in [*self.findings]:
             finding = self.findings[company]
             finding.since += 1
@@ -137,8 +140,8 @@ class Observed(msgspec.Struct):
                 del self.findings[company]
 
     def _find(self, company: str) -> tuple[float, float]:
-        """The logarithm of the factor by which operations are slower in a company than the table
-        says, and its standard error."""
+        """Logarithm of the slowdown relative to the table next to these neighbours, and its
+        standard error."""
         place = self.companies.index(company) + 1
         inverse = _inverse(
             [
@@ -155,23 +158,23 @@ class Observed(msgspec.Struct):
 
 
 def surely(findings: Sequence[Finding]) -> float:
-    """The factor by which operations are surely slower than the table says; 1: they may be as it
-    says.
+    """Factor by which operations are certainly slower than the table says. 1: the table may be
+    right.
 
-    Args: findings: of several kinds and deployments, in the same company; at least one.
+    Args: findings: of different kinds and deployments with the same neighbours; at least one.
     """
     excess, error = _all(findings)
     return math.exp(max(0.0, excess - SURE * error))
 
 
 def perhaps(findings: Sequence[Finding]) -> float:
-    """The factor by which operations may be slower than the table says: more would be seen."""
+    """Upper bound of the factor by which operations may be slower than the table says."""
     excess, error = _all(findings)
     return math.exp(min(max(0.0, excess + SURE * error), _MOST))
 
 
 def _all(findings: Sequence[Finding]) -> tuple[float, float]:
-    """The mean excess and its error; each finding counts by how certain it is."""
+    """Mean excess and its error, with findings weighted by their certainty."""
     certainty = sum(finding.error**-2 for finding in findings)
     excess = sum(finding.excess * finding.error**-2 for finding in findings) / certainty
     return excess, certainty**-0.5
@@ -182,7 +185,7 @@ def _dot(first: list[float], second: list[float]) -> float:
 
 
 def _inverse(matrix: Matrix) -> Matrix:
-    """The inverse of a symmetric positive definite matrix, which needs no pivoting."""
+    """Invert a symmetric positive definite matrix, which needs no pivoting."""
     size = len(matrix)
     rows = [[*row, *(float(i == j) for j in range(size))] for i, row in enumerate(matrix)]
     for i, row in enumerate(rows):
@@ -195,6 +198,5 @@ def _inverse(matrix: Matrix) -> Matrix:
 
 
 def name_of(kind: str, num_tokens: int) -> str:
-    """The name of the record for operations of a kind with about so many tokens: by powers of
-    two."""
+    """Name of the record for operations of a kind and size. Sizes are rounded to powers of two."""
     return f"{kind} {num_tokens.bit_length()}"

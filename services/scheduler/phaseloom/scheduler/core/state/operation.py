@@ -1,4 +1,4 @@
-"""An open operation, and what is kept of one that took effect."""
+"""An open operation, and the record that remains of one that took effect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phaseloom.scheduler.core.state.transitions import OpState
 
 
 class Op(msgspec.Struct):
-    """An operation that has no outcome yet."""
+    """An operation without an outcome."""
 
     key: OperationKey
     id: str
@@ -21,35 +21,34 @@ class Op(msgspec.Struct):
     version: VersionKey | None
     content_type: str
     arrival: int
-    """Log sequence of its QueuedOperation: breaks ties."""
+    """Log sequence number of its QueuedOperation; breaks ties."""
     queued_s: float
     state: OpState = OpState.QUEUED
     eligible_s: float = -1.0
-    """The time at which the last thing that the operation waits for on other deployments was done;
-    -1: something is not done yet."""
+    """When the last of its dependencies on other deployments was done. -1: some are not done
+    yet."""
     uncertain: bool = False
-    """Whether the WPG died while the operation was permitted, which may have taken effect then."""
+    """Whether the WPG died while the operation was permitted, so that it may have taken effect."""
     refusals: int = 0
     expires_s: float = 0.0
-    """The time at which the operation ends EXPIRED, unless it has a permit; 0: it waits."""
+    """When the operation expires unless it has a permit. 0: never."""
     is_cancelled: bool = False
-    """Whether the operation was cancelled, and is not permitted again."""
+    """Whether the operation was cancelled. It gets no further permit."""
     is_settling: bool = False
     """Whether the operation's stored outcome, which decides, is being looked up."""
     permitted_s: float = 0.0
-    """The time at which the operation was permitted last."""
+    """When the operation was last permitted."""
     num_bytes: int = 0
-    """The size of the payload."""
     ttl_s: float = 0.0
-    """How long the version of a `publish_weights` may be named, in seconds."""
+    """Seconds for which the version of a `publish_weights` may be named."""
     payer: str = ""
-    """The job that the devices' time is charged to; empty: the operation's own."""
+    """Job that is charged for the device time. Empty: the operation's own."""
     adapter: Adapter | None = None
-    """The adapter whose weights the operation names; None: it names no adapter."""
+    """Adapter whose weights the operation names. None: none."""
     has_snapshot: bool = False
-    """Whether this is a `save_state` whose state has been copied, and whose file is being written:
-    the operations behind it may go on. Where the WPG dies meanwhile, the `save_state` is run again
-    in its place among the mutations."""
+    """Whether this is a `save_state` whose state was copied and whose file is being written. The
+    operations behind it may already run. If the WPG dies meanwhile, the `save_state` is run again
+    in its original position among the mutations."""
 
     @property
     def is_mutating(self) -> bool:
@@ -61,7 +60,7 @@ class Op(msgspec.Struct):
 
     @property
     def ready_s(self) -> float:
-        """The time since which nothing on another deployment keeps the operation from running."""
+        """Time since which the operation waits for no other deployment."""
         return max(self.queued_s, self.eligible_s)
 
 
@@ -72,6 +71,6 @@ class Mutation(msgspec.Struct, frozen=True):
     kind: str
     num_bytes: int = 0
     version: VersionKey | None = None
-    """The weights version that it brought, which is needed as long as it may be run again."""
+    """Weights version that the operation loaded. It is needed as long as the operation may be
+    replayed."""
     duration_s: float = 0.0
-    """How long it took."""

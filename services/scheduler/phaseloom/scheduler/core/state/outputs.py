@@ -1,6 +1,6 @@
-"""The outputs of the core, which its shell performs.
+"""The core's outputs, which the shell performs.
 
-Each is idempotent: a restart performs some again.
+All are idempotent, because some are performed again after a restart.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from phaseloom.scheduler.core.state.cluster import Cluster
 
 
 class SendCommand(msgspec.Struct, frozen=True):
-    """Publish to the node's permits."""
+    """Publish a command to its node."""
 
     command: Command
 
 
 class WriteCompletion(msgspec.Struct, frozen=True):
-    """Write the outcome of an operation that never ran."""
+    """Store the outcome of an operation that never ran."""
 
     key: OperationKey
     completion: Completion
@@ -30,10 +30,10 @@ class WriteCompletion(msgspec.Struct, frozen=True):
 
 
 class SettleCompletion(msgspec.Struct, frozen=True):
-    """Write this outcome unless one is stored, and append what is stored then.
+    """Store this outcome unless one is already stored, then append the stored one to the log.
 
-    The operation may have taken effect in an incarnation that died. An `OperationFinished` of
-    incarnation 0 tells what is stored.
+    The operation may have taken effect in an incarnation that died. The stored outcome is reported
+    as an `OperationFinished` of incarnation 0.
     """
 
     key: OperationKey
@@ -43,40 +43,41 @@ class SettleCompletion(msgspec.Struct, frozen=True):
 
 
 class SetTimer(msgspec.Struct, frozen=True):
-    """Append `TimerFired` once the clock of the log has passed `due_s`."""
+    """Append `TimerFired` when the log's clock passes `due_s`."""
 
     timer: str
     due_s: float
 
 
 class DeleteOperations(msgspec.Struct, frozen=True):
-    """Take operations off their tenant's stream: nothing will read them again."""
+    """Delete operations from their tenant's stream; nothing will read them again."""
 
     keys: list[OperationKey]
 
 
 class PutView(msgspec.Struct, frozen=True):
-    """Project a job's status for people and for `attach`."""
+    """Publish a job's status for users and for `attach`."""
 
     job: JobKey
     status: JobStatus
 
 
 class DropCheckpoint(msgspec.Struct, frozen=True):
-    """An earlier job of this name left a controller's blob that nobody may go on from."""
+    """Delete the controller's blob of an earlier job of this name, so that no controller resumes
+    from it."""
 
     job: JobKey
 
 
 class ForgetJob(msgspec.Struct, frozen=True):
-    """Delete what the bus keeps of a job that ended long ago."""
+    """Delete all data on the bus of a job that ended long ago."""
 
     job: JobKey
     deployments: list[str]
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Answer an API request, if it is this process that holds it."""
+    """Answer an API request, if this process received it."""
 
     request: str
     status: JobStatus | None = None
@@ -86,17 +87,17 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class ComputeReplan(msgspec.Struct, frozen=True):
-    """Compute what is worth moving, beside the loop, and append it as a `ReplanComputed`."""
+    """Plan worthwhile moves outside the loop, and append them as a `ReplanComputed`."""
 
     as_of: int
     placement: str
-    """The name of the placement policy."""
+    """Name of the placement policy."""
     cluster: Cluster
-    """A copy of the cluster with the jobs that can be moved."""
+    """Copy of the cluster."""
 
 
 class PublishNotice(msgspec.Struct, frozen=True):
-    """Publish a notice for people."""
+    """Publish a notice for users."""
 
     title: str
     reason: str

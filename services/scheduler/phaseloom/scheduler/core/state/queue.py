@@ -1,7 +1,4 @@
-"""The operations of a deployment that are open, in their order.
-
-One record a deployment. Each of its fields is written by one module: here, or by its owner.
-"""
+"""The open operations of a deployment, in order."""
 
 from __future__ import annotations
 
@@ -15,31 +12,30 @@ from phaseloom.scheduler.core.state.operation import Op
 
 class OperationQueue(msgspec.Struct):
     operations: dict[int, Op] = {}
-    """Ordered operations without an outcome, by seq. Above `next_seq` also some that have ended:
-    each stays until all below it have."""
+    """Ordered operations without an outcome, by seq. Above `next_seq` there are also operations
+    that have ended; each stays until all lower seqs have ended."""
     unordered: dict[str, Op] = {}
-    """Reading operations without a place in the order, by slot."""
+    """Unordered reading operations, by slot."""
     first_seq: int = 1
     """Lower seqs were used by an earlier deployment of this name."""
     next_seq: int = 1
-    """The lowest seq without an outcome: it may run, and so may the reading ones that follow it if
-    it only reads too."""
+    """Lowest seq without an outcome. It may run. If it only reads, the reading operations that
+    directly follow it may run too."""
     head_seq: int = 1
-    """The lowest seq that those behind it have to wait for: an operation that has ended, or a
-    `save_state` whose snapshot is taken, lets them go on."""
+    """Lowest seq that later operations must wait for. Operations that have ended are passed, and so
+    is a `save_state` whose snapshot was taken."""
     not_completed: list[int] = []
-    """Seqs whose outcome was not COMPLETED, sorted."""
+    """Seqs with an outcome other than COMPLETED, sorted."""
     awaited_seq: int = 0
-    """The highest seq of this deployment that an operation ever named in `after`."""
+    """Highest seq of this deployment that any operation has named in `after`."""
     queued_syncs: dict[int, VersionKey] = {}
-    """Weights version that each open `sync_weights` brings, by seq."""
+    """seq of each open `sync_weights` → the weights version that it loads."""
     missing_gradients: list[int] = []
-    """Seqs of the `forward_backward`s since the last step that were not completed."""
+    """Seqs of the `forward_backward`s since the last optimiser step that did not complete."""
     snapshots: list[int] = []
-    """Seqs of ordered `save_state`s with a snapshot and without an outcome, sorted."""
+    """Seqs of ordered `save_state`s with a snapshot but no outcome, sorted."""
 
     def is_done(self, seq: int) -> bool:
-        """Whether this ordered operation has an outcome."""
         op = self.operations.get(seq)
         return seq < self.next_seq or (op is not None and op.has_ended)
 
@@ -48,20 +44,19 @@ class OperationQueue(msgspec.Struct):
         return index < len(self.not_completed) and self.not_completed[index] == seq
 
     def find(self, key: OperationKey) -> Op | None:
-        """The operation of this key, if it is in the queue."""
+        """Return the operation if it is in the queue."""
         seq = key.seq
         return self.unordered.get(key.slot) if seq is None else self.operations.get(seq)
 
     @property
     def every(self) -> list[Op]:
-        """The ordered operations, then the unordered ones."""
+        """All operations: the ordered ones, then the unordered ones."""
         return [*self.operations.values(), *self.unordered.values()]
 
     # --- changed by operations, outcomes and gradients -------------------------------------------
 
     def add(self, op: Op, seq: int | None) -> None:
-        """Put an operation into the queue. Args: seq: its own; None: it has no place in the
-        order."""
+        """Add an operation. Args: seq: None if it is unordered."""
         if seq is None:
             self.unordered[op.key.slot] = op
         else:
@@ -71,7 +66,8 @@ class OperationQueue(msgspec.Struct):
         self.queued_syncs[seq] = version
 
     def note_snapshot(self, op: Op) -> None:
-        """Note that the snapshot of a `save_state` is taken: the operations behind it may go on."""
+        """Record that the snapshot of a `save_state` was taken. The operations behind it may now
+        run."""
         assert not op.has_snapshot, f"{op.key}: a second snapshot"
         op.has_snapshot = True
         if op.key.seq is not None:
@@ -79,16 +75,15 @@ class OperationQueue(msgspec.Struct):
             self._pass()
 
     def forget_snapshot(self, op: Op) -> None:
-        """Note that the snapshot of an unordered `save_state` is gone with its WPG: it is run anew
-        as any other operation."""
+        """Record that the snapshot of an unordered `save_state` was lost with its WPG. The
+        operation runs again like any other."""
         op.has_snapshot = False
 
     def remove(self, op: Op, *, completed: bool) -> bool:
-        """Take an operation that has ended off the queue.
+        """Remove an operation that has ended. Above `next_seq`, an ordered one stays until its
+        turn.
 
-        Above `next_seq` an ordered one stays until its turn comes.
-
-        Returns: whether `next_seq` moved on.
+        Returns: whether `next_seq` advanced.
         """
         seq = op.key.seq
         if seq is None:
@@ -109,7 +104,7 @@ class OperationQueue(msgspec.Struct):
         return self.next_seq > before
 
     def _pass(self) -> None:
-        """Move `head_seq` past the operations that have ended or have their snapshot."""
+        """Advance `head_seq` past operations that have ended or have a snapshot."""
         seq = max(self.next_seq, self.head_seq)
         while (op := self.operations.get(seq)) is not None and (op.has_ended or op.has_snapshot):
             seq += 1
@@ -119,21 +114,21 @@ class OperationQueue(msgspec.Struct):
         self.missing_gradients.append(seq)
 
     def forget_missing_gradients(self, seq: int | None = None) -> None:
-        """Forget which gradients are missing below this seq, since a step used or dropped them;
-        None: all."""
+        """Forget missing gradients up to this seq, because a step used or dropped them. None:
+        all."""
         later = [] if seq is None else [m for m in self.missing_gradients if m > seq]
         self.missing_gradients = later
 
     def end(self) -> None:
-        """Note that the deployment has ended: the lists, which may be long, are emptied, and the
-        numbers stay."""
+        """Record that the deployment has ended: empties the possibly long lists and keeps the
+        numbers."""
         self.operations = {}
         self.not_completed = []
         self.missing_gradients = []
         self.queued_syncs = {}
 
     def validate(self, name: str) -> None:
-        """Raises: AssertionError: names the invariant and the deployment."""
+        """Check the invariants. Raises: AssertionError: names the invariant and the deployment."""
         assert all(seq >= self.next_seq for seq in self.operations), f"{name}: stale op"
         for seq in range(self.next_seq, self.head_seq):
             passed = self.operations[seq]

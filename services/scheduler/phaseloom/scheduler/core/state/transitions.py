@@ -1,7 +1,7 @@
-"""The transitions of operations, WPGs, jobs and moves: a table for each.
+"""Transition tables of operations, WPGs, jobs and moves.
 
-A table says which state follows on an event: {(state, event): next state}. What it does not have
-raises `InvalidTransition`. The scheduler's README shows the tables.
+A table maps (state, event) to the next state. A missing entry raises `InvalidTransition`. The
+scheduler's README shows the tables.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class WpgState(StrEnum):
     UNPLACED = "unplaced"
     STARTING = "starting"
     RECOVERING = "recovering"
-    """The ranks are up; operations after the seal are being run again."""
+    """The ranks are up and are replaying operations after the seal."""
     READY = "ready"
     LOST = "lost"
     """One of its nodes is gone, or its ranks are being killed."""
@@ -37,15 +37,16 @@ class JobState(StrEnum):
     SUBMITTED = "submitted"
     PLACED = "placed"
     PROFILING = "profiling"
-    """Placed as well, alone: its cycle is not known, and is to be measured on nodes of its own."""
+    """Placed alone on its own nodes, because its cycle is unknown and must be measured."""
     ACTIVE = "active"
     DRAINING = "draining"
-    """The job takes no new operations; it is DONE once none is open."""
+    """The job accepts no new operations and becomes DONE once none is open."""
     DONE = "done"
     FAILED = "failed"
     REJECTED = "rejected"
     ROLLED_BACK = "rolled_back"
-    """The state fell back to the last checkpoint; ACTIVE again once a controller attaches."""
+    """The state fell back to the last checkpoint. The job becomes ACTIVE once a controller
+    attaches."""
 
 
 class MoveStage(StrEnum):
@@ -67,7 +68,7 @@ class MoveStage(StrEnum):
 
 
 class OpEvent(StrEnum):
-    """The events of an operation. Those that end it have the values of `Outcome`."""
+    """Events of an operation. Those that end it have the values of `Outcome`."""
 
     PERMITTED = "permitted"
     TAKEN_BACK = "taken back"
@@ -80,9 +81,9 @@ class OpEvent(StrEnum):
 
 class WpgEvent(StrEnum):
     STARTED = "started"
-    """The nodes were told to start the ranks."""
+    """The nodes were requested to start the ranks."""
     UP_TO_REPLAY = "up to replay"
-    """The ranks are up, and operations are to be run again."""
+    """The ranks are up and have operations to replay."""
     UP = "up"
     REPLAYED = "replayed"
     DIED = "died"
@@ -92,7 +93,7 @@ class WpgEvent(StrEnum):
 class JobEvent(StrEnum):
     PLACED = "placed"
     PLACED_ALONE = "placed alone"
-    """Placed on nodes of its own, to be measured."""
+    """Placed on its own nodes, to be measured."""
     UP = "up"
     """All of its WPGs are up."""
     ATTACHED = "attached"
@@ -125,7 +126,7 @@ E = TypeVar("E", bound=StrEnum)
 
 
 def _table(*rows: tuple[Iterable[S], E, S]) -> dict[tuple[S, E], S]:
-    """A table from rows of (states, event, next state)."""
+    """Build a table from rows of (states, event, next state)."""
     return {(before, event): after for states, event, after in rows for before in states}
 
 
@@ -188,9 +189,9 @@ JOB_ENDED = frozenset({JobState.DONE, JobState.FAILED, JobState.REJECTED})
 def next_state(  # noqa: PLR0917 - one line of a table, its name and its place
     table: Mapping[tuple[S, E], S], kind: str, name: object, state: S, event: E, sequence: int
 ) -> S:
-    """The state that follows on an event by this table.
+    """Return the next state according to the table.
 
-    Raises: InvalidTransition: the table has no such event in this state.
+    Raises: InvalidTransition: the table has no entry for this event in this state.
     """
     after = table.get((state, event))
     if after is None:
@@ -199,7 +200,7 @@ def next_state(  # noqa: PLR0917 - one line of a table, its name and its place
 
 
 class InvalidTransition(InternalError):
-    """An event came in a state in which its table does not know the event: a bug of Phaseloom."""
+    """An event that is illegal in the entity's state: a bug of Phaseloom."""
 
     def __init__(self, entity: str, state: StrEnum, event: StrEnum, sequence: int) -> None:
         super().__init__(f"{entity}: {event!r} in state {state!r} at log sequence {sequence}")

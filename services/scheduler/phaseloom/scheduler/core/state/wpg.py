@@ -1,7 +1,4 @@
-"""The worker-process group of a deployment: where its ranks are, and in which incarnation.
-
-One record a deployment. Each of its fields is written by one module: here, or by its owner.
-"""
+"""The worker-process group of a deployment: the devices of its ranks, and its incarnation."""
 
 from __future__ import annotations
 
@@ -13,43 +10,43 @@ from phaseloom.scheduler.core.state.transitions import WpgState
 
 
 class RankAssignment(msgspec.Struct, frozen=True):
-    """The devices of one node that ranks of a deployment run on."""
+    """Devices of one node on which ranks of a deployment run."""
 
     node: NodeId
     devices: list[int]
-    """One a rank, in order."""
+    """One device per rank, in order."""
 
 
 class Wpg(msgspec.Struct):
     assignments: list[RankAssignment] = []
-    """The devices of the ranks, the leader's first. Empty: the WPG has no place."""
+    """Devices of the ranks, the leader's first. Empty: the WPG is not placed."""
     state: WpgState = WpgState.UNPLACED
     starting_on: list[NodeId] = []
-    """The nodes of a STARTING WPG that have not yet said that their ranks are up."""
+    """Nodes of a STARTING WPG that have not confirmed yet that their ranks are up."""
     dying_on: list[NodeId] = []
-    """The nodes of a LOST WPG that have not yet said that their ranks are dead."""
+    """Nodes of a LOST WPG that have not confirmed yet that their ranks are dead."""
     incarnation: int = 0
     state_bytes: int = 0
     base: int = 0
-    """The seal that this incarnation was started from."""
+    """Seal from which this incarnation was started."""
     checkpoint: str = ""
-    """The checkpoint that a WPG without a seal starts from; empty: its seeds."""
+    """Checkpoint from which a WPG without a seal starts. Empty: it starts from its seeds."""
     origin_seq: int = 0
-    """The seq that the checkpoint, or the fresh state, stands for."""
+    """seq of the checkpoint or the fresh state."""
     losses: int = 0
-    """Deaths of the WPG at the current `next_seq`, in its start or while nothing ran, since an
+    """Number of deaths of the WPG at the current `next_seq`, during start or while idle, since an
     operation was completed."""
     refusals: int = 0
-    """Switch-ins in a row that were refused for good while it is rebuilt."""
+    """Number of consecutive permanently refused switch-ins during the rebuild."""
     is_trial: bool = False
-    """Whether the deployment was added to a job that was placed already, and is not up yet: if it
-    cannot start, it ends alone."""
+    """Whether the deployment was added to a placed job and has not been up yet. If it cannot start,
+    only the deployment ends, not the job."""
     up_since_s: float = 0.0
-    """When the ranks of this incarnation, or of the last one that came up, were up on all nodes."""
+    """When the ranks of the newest incarnation that came up were up on all nodes."""
     retry_at_s: float = 0.0
-    """The next incarnation does not begin before this time."""
+    """The next incarnation starts no earlier than this."""
     error: ErrorInfo | None = None
-    """Why the WPG died last, until it is up again; or why it was stopped."""
+    """Reason of the last death, until the WPG is up again, or reason why it was stopped."""
 
     # --- placing ---------------------------------------------------------------------------------
 
@@ -57,29 +54,30 @@ class Wpg(msgspec.Struct):
         self.assignments = assignments
 
     def lose_assignment(self, lost: RankAssignment) -> None:
-        """Note that a node has come back without these devices."""
+        """Record that a node has come back without these devices."""
         self.assignments = [other for other in self.assignments if other is not lost]
 
     # --- an incarnation --------------------------------------------------------------------------
 
     def begin(self, seal_seq: int) -> None:
-        """Begin the next incarnation, which starts from this seal."""
+        """Start the next incarnation from this seal."""
         self.incarnation += 1
         self.base = seal_seq
 
     def complete_start(self, now_s: float) -> None:
-        """Note that the ranks on all nodes are up."""
+        """Record that the ranks are up on all nodes."""
         self.up_since_s = now_s
         self.error = None
         self.is_trial = False
 
     def raise_incarnation(self, least: int) -> None:
-        """Count incarnations up to `least` as used: a node was told, or has reported, one of them
-        already."""
+        """Count incarnations up to `least` as used, because a node already knows or has reported
+        one of them."""
         self.incarnation = max(self.incarnation, least)
 
     def next_incarnation(self) -> None:
-        """Begin to count anew, so that late answers of the present incarnation are told apart."""
+        """Start a new incarnation number, so that late answers of the present one can be
+        recognized."""
         self.incarnation += 1
 
     # --- failures --------------------------------------------------------------------------------
@@ -97,7 +95,7 @@ class Wpg(msgspec.Struct):
         self.losses = 0
 
     def put_off(self, until_s: float) -> None:
-        """Begin the next incarnation no earlier than this."""
+        """Start the next incarnation no earlier than this."""
         self.retry_at_s = until_s
 
     def count_refusal(self) -> None:
@@ -107,13 +105,13 @@ class Wpg(msgspec.Struct):
         self.refusals = 0
 
     def fall_back(self, checkpoint: str, seq: int) -> None:
-        """Start the next incarnation from a checkpoint that stands for this seq."""
+        """Start the next incarnation from a checkpoint at this seq."""
         self.checkpoint = checkpoint
         self.origin_seq = seq
         self.losses = 0
 
     def validate(self, name: str) -> None:
-        """Raises: AssertionError: names the invariant and the deployment."""
+        """Check the invariants. Raises: AssertionError: names the invariant and the deployment."""
         nodes = {assigned.node for assigned in self.assignments}
         assert set(self.starting_on) <= nodes, f"{name}: starts on {self.starting_on}"
         assert set(self.dying_on) <= nodes, f"{name}: dies on {self.dying_on}"
