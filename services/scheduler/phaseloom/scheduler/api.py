@@ -1,6 +1,6 @@
-"""The job API: jobs, their deployments, phases, cancel, explain; and the node API of operators.
+"""The job API (jobs, deployments, phases, cancel, explain) and the node API for operators.
 
-A call that changes something becomes an event of the log; the others read the core.
+Calls that change something append an event to the log. The others read the core's state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from phaseloom.scheduler.registered import ModelOf, pin_deployment, pin_job
 from phaseloom.scheduler.shell import Shell
 
 OutcomeOf = Callable[[OperationKey], Awaitable[Completion | None]]
-"""The stored outcome of an operation, or None where there is none."""
+"""Look up the stored outcome of an operation. None: none is stored."""
 
 MAX_CONFIG_DEPTH = 32
 _SIZES = (
@@ -48,16 +48,17 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
-"""The keys of a model's config that are 1 or more wherever they are."""
+"""Keys of a model's config that must be at least 1 if present."""
 _ROUNDING = 1e-9
 MAX_SPEC_BYTES = 2**20
-"""Largest spec of a job, as MessagePack. Every command that starts a WPG carries a part of it."""
+"""Maximum size of a job's spec, as MessagePack. Every command that starts a WPG includes a part of
+it."""
 
 
 def check_job(request: api.SubmitJob) -> None:
-    """Refuse a job that cannot be right.
+    """Check a job's name and spec.
 
-    Raises: CallerError: names the field that is wrong.
+    Raises: CallerError: names the invalid field.
     """
     check_name(request.job, "job")
     specs = request.spec.deployments
@@ -146,19 +147,19 @@ def _check_segment(segment: Segment, period_s: float, pools: set[str], field: st
 
 
 def check_deployment(request: api.CreateDeployment, job: JobSpec) -> None:
-    """Refuse a deployment that cannot be right.
+    """Check the spec of a new deployment.
 
-    Args:   job: the spec of the job that it would be added to.
-    Raises: CallerError: names the field that is wrong.
+    Args: job: spec of the job to which it would be added.
+    Raises: CallerError: names the invalid field.
     """
     _check_deployment(request.spec, "spec")
     _check_size(replace(job, deployments=[*job.deployments, request.spec]))
 
 
 async def _pinned(request: api.SubmitJob, model_of: ModelOf) -> JobSpec:
-    """The job's spec, checked, with its registered models pinned.
+    """Check the job's spec and pin its registered models.
 
-    Raises: CallerError: the spec is wrong, or names a model that is not registered.
+    Raises: CallerError: the spec is invalid, or names a model that is not registered.
     """
     check_job(request)
     pinned = await pin_job(request.spec, model_of, "spec")
@@ -169,10 +170,9 @@ async def _pinned(request: api.SubmitJob, model_of: ModelOf) -> JobSpec:
 async def _pinned_deployment(
     request: api.CreateDeployment, job: JobSpec, model_of: ModelOf
 ) -> DeploymentSpec:
-    """The spec of a deployment that would be added to a job, checked, with its registered model
-    pinned.
+    """Check the spec of a new deployment and pin its registered model.
 
-    Raises: CallerError: the spec is wrong, or names a model that is not registered.
+    Raises: CallerError: the spec is invalid, or names a model that is not registered.
     """
     check_deployment(request, job)
     pinned = await pin_deployment(request.spec, model_of, "spec")
@@ -220,8 +220,7 @@ def _check_deployment(spec: DeploymentSpec, field: str) -> None:
 
 
 def _check_sizes(config: dict[str, Any], field: str) -> None:
-    """Refuse a model of no layers, no heads and the like; runtimes fail on it in ways of their
-    own."""
+    """Refuse a model with a size below 1. Runtimes would fail on it with obscure errors."""
     for name in _SIZES:
         value = config.get(name)
         if isinstance(value, int) and value < 1:
@@ -236,7 +235,7 @@ def _check_sizes(config: dict[str, Any], field: str) -> None:
 
 
 def _check_depth(config: dict[str, Any], field: str) -> None:
-    """Refuse a config that is nested so deeply that a decoder of the log may fail on it."""
+    """Refuse a config nested so deeply that decoding the log might fail."""
     level: list[Any] = [config]
     for _ in range(MAX_CONFIG_DEPTH):
         level = [
@@ -286,7 +285,7 @@ def _check_nodes(spec: DeploymentSpec, field: str) -> None:
 def job_api(
     shell: Shell, outcome_of: OutcomeOf, model_of: ModelOf
 ) -> dict[str, tuple[Any, ApiHandler]]:
-    """The endpoints for tenants, as `serve_api` takes them."""
+    """Endpoints for tenants, in the form that `serve_api` expects."""
 
     async def submit(tenant: str, request: api.SubmitJob) -> api.JobStatus:
         spec = await _pinned(request, model_of)
@@ -331,7 +330,7 @@ def job_api(
 
     async def why(tenant: str, request: api.OperationRequest) -> api.Explanation:
         key = _key(tenant, request)
-        # The stored outcome decides: the log hears of it a moment later.
+        # The stored outcome decides; it reaches the log a little later.
         completion = await outcome_of(key)
         step = _now(shell)
         deployment = step.deployment(key.deployment_key)
@@ -372,7 +371,7 @@ def job_api(
 
 
 def node_api(shell: Shell) -> dict[str, tuple[Any, ApiHandler]]:
-    """The endpoints for operators, as `serve_api` takes them."""
+    """Endpoints for operators, in the form that `serve_api` expects."""
 
     async def drain(_: str, request: api.DrainNode) -> api.NodeStatus:
         node = NodeId(check_name(request.node, "node"))
@@ -397,14 +396,14 @@ def node_api(shell: Shell) -> dict[str, tuple[Any, ApiHandler]]:
 
 
 async def _asked(shell: Shell, make: Callable[[str], events.Event]) -> api.JobStatus:
-    """Append an event, and return the job's status once the core has taken it."""
+    """Append an event and return the job's status after the core has handled it."""
     answer = await shell.ask(make)
     assert answer.status is not None
     return answer.status
 
 
 def _now(shell: Shell) -> Step:
-    """The core's state as it stands, only for reading, and the time."""
+    """The core's present state, for reading only, with the present time."""
     state = shell.core.state
     return Step(state, state.sequence, shell.now_s())
 
@@ -437,7 +436,7 @@ def _check_phase(job: Job, request: api.PhaseRequest) -> None:
             field="job",
             remedy="submit it again, or a job under another name",
         )
-    # A session that is not in the log yet is newer: the log's order decides then.
+    # A session that is not in the log yet is newer. Then the order of the log decides.
     if request.session < job.controller.session:
         raise to_exception(session_superseded(request.session, job.controller.session))
     pools = sorted({spec.pool for spec in job.spec.deployments})

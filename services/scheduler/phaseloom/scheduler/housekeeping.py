@@ -1,6 +1,7 @@
-"""Work beside the fold: leases that have run out, and outcomes that nobody needs any more.
+"""Background work of the leader: detects expired leases and deletes outcomes that are no longer
+needed.
 
-A lost lease enters the log as an event; nothing is decided here. Called by `main`.
+An expired lease is appended to the log as an event; nothing is decided here. Called by `main`.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ _DONE_PREFIX = f"{streams.PREFIX}.done."
 
 @dataclass(frozen=True, slots=True)
 class Housekeeping:
-    """The leader's background work. Each public method runs until cancelled."""
+    """Background tasks of the leader. Each public method runs until cancelled."""
 
     bus: Bus
     log: RetryingLog
     shell: Shell
 
     async def watch_nodes(self, margin_s: float) -> None:
-        """Report each node whose lease ran out, once its agent must have killed its ranks."""
+        """Report a node as lost once its lease has been expired long enough for its agent to kill
+        its ranks."""
         await self.shell.caught_up.wait()
         loop = asyncio.get_running_loop()
         gone_since: dict[tuple[str, int], float] = {}
@@ -62,7 +64,7 @@ class Housekeeping:
             await asyncio.sleep(margin_s / 3)
 
     async def watch_sessions(self) -> None:
-        """Report controllers whose heartbeat ended, and those that came back."""
+        """Report controllers whose heartbeat stopped or resumed."""
         await self.shell.caught_up.wait()
         leases: dict[str, tuple[int, int]] = {}
         async with aclosing(self.bus.keys.watch(Bucket.LEASES, session_lease_key(_ANY))) as changes:
@@ -70,7 +72,7 @@ class Housekeeping:
                 await self._note_session(change, leases)
 
     async def sweep_outcomes(self, retention_s: float) -> None:
-        """Delete outcomes that are old and that no rebuild needs."""
+        """Delete outcomes that are older than the retention and that no rebuild needs."""
         await self.shell.caught_up.wait()
         pause_s = retention_s / _SWEEPS_PER_RETENTION
         pause_s = min(max(pause_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
@@ -89,9 +91,9 @@ class Housekeeping:
         return stored is not None
 
     async def _note_session(self, change: KeyChange, leases: dict[str, tuple[int, int]]) -> None:
-        """Report what a change of one lease says of a controller.
+        """Report a controller as lost or resumed after a change of its lease.
 
-        Args: leases: by key, the session that was alive last, and its lease's revision.
+        Args: leases: lease key → (last live session, revision of its lease).
         """
         _, tenant, name = change.key.split(".")
         job = self.shell.core.state.jobs.get(str(JobKey(tenant, name)))
@@ -110,8 +112,8 @@ class Housekeeping:
     async def _report_lost(self, job: Job, session: int, revision: int) -> None:
         """Report a session as lost.
 
-        A lease that ran out before this process began is taken for the newest session's; that
-        session's next heartbeat corrects it.
+        A lease that expired before this process started is attributed to the newest session. If
+        that session is alive, its next heartbeat corrects this.
         """
         msg_id = f"session-lost:{job.key}:{session}:{revision}"
         await self.log.append(SessionLost(job.key, session), msg_id=msg_id)

@@ -1,8 +1,8 @@
-"""The scheduler service: it stands by, then leads.
+"""The scheduler service: waits as a standby for the leader's lease, then leads.
 
-To lead is to restore the core, fold the log, serve the job API and watch leases. Any number of
-processes may run; a lease lets one of them do the work. If two lead for a moment, they send the
-same commands under the same ids, so that nothing is done twice.
+The leader restores the core, folds the log, serves the job API and watches leases. Any number of
+processes may run; the lease lets one of them work. If two lead for a moment, they send the same
+commands with the same ids, so nothing is done twice.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from phaseloom.scheduler.snapshots import Snapshots
 log = logging.getLogger(__name__)
 
 _GOODBYE_S = 3.0
-"""Time for each of the last things to do; the process has 10 s to stop in."""
+"""Time limit for each step of the shutdown. The process must stop within 10 s."""
 
 
 class Config(SchedulerSettings, frozen=True, kw_only=True):
@@ -92,12 +92,12 @@ _BOUNDS = {
 
 
 async def serve(stop: asyncio.Event) -> None:
-    """Stand by until the leader is gone, then lead; after losing the lease, stand by again.
+    """Stand by, then lead. After losing the lease, stand by again.
 
-    A lost lease is no reason to end: a machine or server that is slow for a moment is enough for
-    it.
+    Losing the lease does not end the process: a machine or server that is slow for a moment can
+    cause it.
     """
-    # A step waits for each collection.
+    # Garbage collections delay the core's steps.
     collector.collect_rarely()
     settings = config.load(Config, "scheduler")
     settings.check()
@@ -120,12 +120,12 @@ def _first(group: BaseExceptionGroup[LeaseLost]) -> LeaseLost:
 
 
 async def _serve_once(settings: Config, gauges: Gauges, stop: asyncio.Event) -> None:
-    """Stand by, then lead, until told to stop.
+    """Stand by, then lead, until a stop is requested.
 
-    Each term has a connection of its own, with which its requests and its answers end.
+    Each term uses its own connection, so its requests and answers end with it.
 
-    Raises: LeaseLost: the lease could not be renewed; also in a group.
-            Stopped: told to stop while it connected or restored.
+    Raises: LeaseLost: the lease could not be renewed; may be inside an exception group.
+          Stopped: a stop was requested while connecting or restoring.
     """
     async with service_bus(settings.name, stop) as bus:
         lease = await _lease(bus, settings, stop)
@@ -138,7 +138,7 @@ async def _serve_once(settings: Config, gauges: Gauges, stop: asyncio.Event) -> 
 
 
 async def _lease(bus: Bus, settings: Config, stop: asyncio.Event) -> Lease | None:
-    """Wait for the leader's lease; None where it was told to stop before."""
+    """Wait for the leader's lease. None if a stop is requested first."""
     who = f"{settings.name}, pid {os.getpid()}".encode()
     acquiring = asyncio.create_task(
         Lease.acquire(bus, scheduler_lease_key(), who, settings.lease_ttl_s)
@@ -156,7 +156,7 @@ async def _lease(bus: Bus, settings: Config, stop: asyncio.Event) -> Lease | Non
 
 
 async def _release(lease: Lease) -> None:
-    """Give the lease back, so that a standby need not wait for it to run out."""
+    """Release the lease, so that a standby does not have to wait until it expires."""
     try:
         async with asyncio.timeout(_GOODBYE_S):
             await lease.release()
@@ -165,7 +165,7 @@ async def _release(lease: Lease) -> None:
 
 
 async def _lead(bus: Bus, settings: Config, gauges: Gauges, stop: asyncio.Event) -> None:
-    """Fold and perform until told to stop."""
+    """Fold the log and perform outputs until a stop is requested."""
     snapshots = Snapshots(bus)
     core = await lifecycle.unless_stopped(stop, restored(bus, snapshots))
     sink = BusSink(bus, snapshots, secret=settings.state_secret)
@@ -191,9 +191,9 @@ async def _lead(bus: Bus, settings: Config, gauges: Gauges, stop: asyncio.Event)
 
 
 async def _while_held(lease: Lease, leading: Coroutine[Any, Any, None]) -> None:
-    """Lead for as long as the lease is renewed. Renewal begins at once: restoring takes time.
+    """Lead while the lease is renewed. Renewal starts at once, because restoring takes time.
 
-    Raises: LeaseLost: another process may lead; nothing is performed any more.
+    Raises: LeaseLost: another process may lead; nothing is performed any longer.
     """
     tasks = [asyncio.create_task(lease.keep()), asyncio.create_task(leading)]
     try:
@@ -206,11 +206,11 @@ async def _while_held(lease: Lease, leading: Coroutine[Any, Any, None]) -> None:
 
 
 async def restored(bus: Bus, snapshots: Snapshots) -> Core:
-    """A core as of the newest snapshot.
+    """Restore the core from the newest snapshot.
 
-    Raises: ResourceError: a core of another version has gone on from the snapshot, or wrote it and
-        cannot be taken over; the snapshot is damaged. DATA_LOSS: the log after the snapshot is
-        gone, or has a hole, or ends before it.
+    Raises: ResourceError: the snapshot is damaged. Or a core of another version wrote it and cannot
+        be taken over, or has continued from it. With code DATA_LOSS: the log after the snapshot is
+        missing, has a hole, or ends before the snapshot.
     """
     stored = await snapshots.load()
     core = Core()
@@ -228,7 +228,7 @@ async def restored(bus: Bus, snapshots: Snapshots) -> Core:
     if extent.last < sequence:
         raise log_went_back(sequence, extent.last)
     if stored is None:
-        # Else a later core would not know of which version the first decisions are.
+        # Otherwise a later core would not know which version made the first decisions.
         await snapshots.save(0, core.snapshot())
     else:
         await snapshots.claim(CORE_VERSION)
@@ -236,7 +236,8 @@ async def restored(bus: Bus, snapshots: Snapshots) -> Core:
 
 
 async def _leave_snapshot(shell: Shell, sink: BusSink) -> None:
-    """Store a last snapshot, so that the next process starts at once, whatever its core version."""
+    """Store a final snapshot, so that the next process starts quickly, whatever its core
+    version."""
     if not shell.caught_up.is_set():
         return
     try:

@@ -1,4 +1,4 @@
-"""The scheduler's metrics, read from outside the core at each step and at each scrape."""
+"""Metrics of the scheduler, read from outside the core at each step and each scrape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phaseloom.scheduler.core.state.transitions import JOB_ENDED
 
 
 def stepped(outputs: Iterable[Output], duration_s: float) -> None:
-    """Count one step of the core: how long it took, and the permits among its outputs."""
+    """Record one step of the core: its duration, and the permits among its outputs."""
     metrics.measure(metrics.STEP_DURATION, duration_s)
     for output in outputs:
         if isinstance(output, SendCommand) and isinstance(output.command, Permit):
@@ -24,13 +24,13 @@ def stepped(outputs: Iterable[Output], duration_s: float) -> None:
 
 
 class Gauges:
-    """The gauges of the process. They have readings only while it leads."""
+    """Gauges of the process. They only have readings while it leads."""
 
     def __init__(self) -> None:
         self._term: _Term | None = None
 
     def register(self) -> None:
-        """Register the gauges, once in a process: it may lead more than once."""
+        """Register the gauges. Called once per process, which may lead several times."""
         metrics.before_scrape(self._refresh)
         metrics.observe(metrics.QUEUE_DEPTH, lambda: self._read(_Term.depths))
         metrics.observe(metrics.SCHEDULER_LAG, lambda: self._read(_Term.lag))
@@ -39,7 +39,7 @@ class Gauges:
 
     @contextmanager
     def of(self, core: Core, bus: Bus) -> Iterator[None]:
-        """Mark the block in which this process leads."""
+        """Context manager around the time in which this process leads."""
         self._term = _Term(core, bus)
         try:
             yield
@@ -55,7 +55,7 @@ class Gauges:
 
 
 class _Term:
-    """The readings of one leader: queues from its core, lag and sizes from the server."""
+    """Readings of one term as leader: queue depths from its core, lag and sizes from the server."""
 
     def __init__(self, core: Core, bus: Bus) -> None:
         self._core = core
@@ -81,7 +81,7 @@ class _Term:
         return metrics.per_job(depths)
 
     def lag(self) -> list[Reading]:
-        # The server was asked a moment ago, the core has gone on since.
+        # The core has advanced since the server was queried.
         return [(max(0, self._log_end - self._core.state.sequence), {})]
 
     def log_size(self) -> list[Reading]:

@@ -1,7 +1,7 @@
-"""Permit batches: permits of reading operations of one activation travel in one message.
+"""Permit batches: permits for reading operations of one activation are sent in one message.
 
-The shell batches what one entry of the log permits, the sink what came while it was sending. Each
-permit keeps the parent of its own trace.
+The shell batches the permits of one log entry; the sink batches those that arrive while it is
+sending. Each permit keeps the parent of its own trace.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ def permits_in(outputs: Iterable[Output]) -> list[Permit]:
 
 
 def batched(outputs: list[Output], contexts: list[Context]) -> list[tuple[Output, Context | None]]:
-    """The outputs to perform, each with the trace context that it travels under.
+    """Batch the permits among the outputs, and pair each output with the trace context for sending
+    it.
 
-    The same outputs are batched in the same way, so that a restart sends the same messages again.
+    The result is deterministic, so a restart sends the same messages again.
 
-    Args:    contexts: one for each permit among the outputs, in their order.
-    Returns: an output that is no permit travels under the first permit's context.
+    Args: contexts: one for each permit among the outputs, in their order.
+    Returns: pairs; an output that is no permit gets the first permit's context.
     """
     first = contexts[0] if contexts else None
     performed: list[tuple[Output, Context | None]] = []
@@ -47,7 +48,7 @@ def batched(outputs: list[Output], contexts: list[Context]) -> list[tuple[Output
             batches.setdefault(key, []).append((permit, context))
         else:
             performed.append((output, context))
-    # Batches go last, after whatever opens their activation.
+    # Batches come last, after the command that opens their activation.
     performed += [_one_message(permits) for permits in batches.values()]
     return performed
 
@@ -60,7 +61,8 @@ def _one_message(permits: list[tuple[Permit, Context]]) -> tuple[Output, Context
 
 
 def batch(permits: Sequence[tuple[Permit, str]]) -> Permits:
-    """One command for permits of one activation, each beside its `traceparent` (may be empty)."""
+    """Build one command for permits of one activation, each given with its `traceparent` (may be
+    empty)."""
     first, _ = permits[0]
     traceparents = [traceparent for _, traceparent in permits]
     return Permits(
@@ -73,9 +75,9 @@ def batch(permits: Sequence[tuple[Permit, str]]) -> Permits:
 
 
 def traced(command: Permit | Permits, context: Context | None) -> Iterable[tuple[Permit, str]]:
-    """The permits of a command, each beside its `traceparent`.
+    """The permits of a command, each with its `traceparent`.
 
-    Args: context: the trace context of a single permit; a batch carries its own.
+    Args: context: trace context of a single permit; a batch carries its own.
     """
     if isinstance(command, Permit):
         return [(command, _traceparent(context))]
@@ -83,5 +85,5 @@ def traced(command: Permit | Permits, context: Context | None) -> Iterable[tuple
 
 
 def _traceparent(context: Context | None) -> str:
-    """The context as a header; empty where nothing is traced."""
+    """Format the context as a header. Empty if nothing is traced."""
     return "" if context is None else telemetry.inject({}, context).get("traceparent", "")

@@ -1,7 +1,7 @@
-"""Registered models: what a job's `ModelSpec` names is looked up and pinned into the job's spec.
+"""Registered models: looks up the name in a job's `ModelSpec` and pins the model in the job's spec.
 
-The pinned files enter the decision log with the job. So a replay decides the same, and a model that
-is removed or registered anew changes nothing for jobs that were submitted before.
+The pinned files enter the decision log with the job. A replay therefore decides the same, and
+removing or replacing a registered model does not affect jobs that were already submitted.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus
 
 ModelOf = Callable[[str], Awaitable[RegisteredModel | None]]
-"""The registered model of a name, or None where there is none."""
+"""Look up a registered model by name. None: there is none."""
 
 _DTYPE = ("dtype", "torch_dtype")
-"""Keys of a config that say in which dtype the files are. Ranks may hold another."""
+"""Keys for the dtype of the model's files. Ranks may use another."""
 
 
 def models_on(bus: Bus) -> ModelOf:
-    """Look models up in the bus's bucket."""
+    """Return a lookup in the bus's bucket of models."""
 
     async def model_of(name: str) -> RegisteredModel | None:
         stored = await bus.keys.get(Bucket.MODELS, name)
@@ -39,7 +39,7 @@ def models_on(bus: Bus) -> ModelOf:
 
 
 async def pin_job(spec: JobSpec, model_of: ModelOf, field: str) -> JobSpec:
-    """Pin the registered models of all deployments of a job. Raises: as `pin_deployment`."""
+    """Pin the registered models of all deployments of a job. Raises: like `pin_deployment`."""
     pinned = [
         await pin_deployment(deployment, model_of, f"{field}.deployments[{index}]")
         for index, deployment in enumerate(spec.deployments)
@@ -48,10 +48,10 @@ async def pin_job(spec: JobSpec, model_of: ModelOf, field: str) -> JobSpec:
 
 
 async def pin_deployment(spec: DeploymentSpec, model_of: ModelOf, field: str) -> DeploymentSpec:
-    """Replace the name of a registered model by its config and files; a spec without one stays.
+    """Replace the name of a registered model by its config and files. Other specs stay unchanged.
 
-    Raises: CallerError: NOT_FOUND: no model has the name; INVALID_ARGUMENT: the caller pinned files
-            itself, or gave a config that is not the model's.
+    Raises: CallerError: NOT_FOUND: no model has the name. INVALID_ARGUMENT: the caller pinned files
+        itself, or gave a config that differs from the model's.
     """
     model, field = spec.model, f"{field}.model"
     if model.pinned is not None:

@@ -1,10 +1,9 @@
-"""The scheduler's shell: it reads the log, calls the core and performs its outputs in order.
+"""The scheduler's shell: reads the log, calls the core and performs its outputs in order.
 
-Every output is idempotent, so that a restart may perform again what it is not sure of. An entry's
-outputs are stored before the next entry is taken. The exception is an entry that brings permits
-alone: up to `MAX_STORING` of these are on their way to the server at once, since their order does
-not matter. A snapshot is taken when everything before it is stored, so that it never runs ahead of
-its commands.
+Every output is idempotent, so a restart may repeat outputs when in doubt. All outputs of an entry
+are stored before the next entry is handled. The exception is an entry with only permits: up to
+`MAX_STORING` permits are sent to the server concurrently, because their order does not matter. A
+snapshot is taken only when everything before it is stored, so it is never ahead of its commands.
 """
 
 from __future__ import annotations
@@ -46,23 +45,24 @@ from phaseloom.scheduler.permits import batched, permits_in
 log = logging.getLogger(__name__)
 
 MAX_STORING = 64
-"""Most permits on their way to the server at once."""
+"""Maximum number of permits being sent to the server at once."""
 _LAST = DeleteOperations | Answer
-"""Outputs that wait until all else of their entry is stored: an operation is deleted only when its
-outcome is there, and an answer is given only when what it says is done."""
+"""Outputs that wait until all other outputs of their entry are stored. An operation is deleted only
+once its outcome is stored, and an answer is sent only once what it says is true."""
 _STALE_TIMERS = 64
-"""Withdrawn timers that may be kept beside as many as are set, before the heap is rebuilt."""
+"""Number of withdrawn timers tolerated beyond the number of set timers before the heap is
+rebuilt."""
 
 
 class Clock(Protocol):
-    """The shell's clock, so that a test can turn it."""
+    """The shell's clock, which tests can replace."""
 
     def now_s(self) -> float:
-        """Seconds since some fixed moment: the log's, as far as the two clocks agree."""
+        """Seconds since a fixed moment, the same as the log's as far as the clocks agree."""
         ...
 
     async def wait(self, event: asyncio.Event, until_s: float | None) -> None:
-        """Return once the event is set, or this clock has passed `until_s` (None: never passes)."""
+        """Wait until the event is set or this clock has passed `until_s`. None: no time limit."""
         ...
 
 
@@ -86,14 +86,14 @@ class DecisionLog(Protocol):
 
 class Sink(Protocol):
     async def perform(self, output: Output, context: Context | None) -> None:
-        """Perform an output; return once its effect is stored."""
+        """Perform an output. Returns once its effect is stored."""
         ...
 
     async def save(self, sequence: int, snapshot: bytes) -> None: ...
 
 
 Replan = Callable[[ComputeReplan], Awaitable[events.ReplanComputed]]
-"""Computes the moves that are worth making, beside the loop."""
+"""Computes worthwhile moves, outside the loop."""
 
 
 async def _in_a_thread(asked: ComputeReplan) -> events.ReplanComputed:
@@ -116,7 +116,7 @@ class Shell:
     ) -> None:
         self.core = core
         self.caught_up = asyncio.Event()
-        """Set once the log is folded up to its end at the start, and the configuration is in it."""
+        """Set once the log was folded up to its end at startup and contains the configuration."""
         self._log = decision_log
         self._sink = sink
         self._config = config
@@ -126,18 +126,18 @@ class Shell:
         self._timers: list[tuple[float, str]] = []
         self._timer_set = asyncio.Event()
         self._ahead_s = 0.0
-        """How far this clock runs ahead of the log's, learned from timers that fired too early."""
+        """How far this clock is ahead of the log's, learned from timers that fired too early."""
         self._fired_with: dict[str, float] = {}
-        """By timer that fired and that the log has not shown yet: `_ahead_s` at that moment."""
+        """Fired timer that has not appeared in the log yet → `_ahead_s` at the time of firing."""
         self._answers: dict[str, asyncio.Future[Answer]] = {}
         self._busy = asyncio.Lock()
-        """Held while an entry is taken."""
+        """Held while an entry is handled."""
         self._tasks: asyncio.TaskGroup | None = None
-        """The tasks of a shell that runs."""
+        """Task group of the running shell."""
         self._storing: set[asyncio.Task[None]] = set()
-        """Permits on their way to the server."""
+        """Permits being sent to the server."""
         self._traces: dict[str, tuple[Context, float]] = {}
-        """By open operation: its trace context, and when it was queued."""
+        """Open operation → its trace context and the time when it was queued."""
 
     async def run(self) -> None:
         for timer, due_s in self.core.state.timers.items():
@@ -148,23 +148,24 @@ class Shell:
             tasks.create_task(self._fire_timers())
 
     async def rest(self) -> None:
-        """Take no further entry; return once everything in hand is performed."""
+        """Stop handling entries. Returns once all outputs are performed."""
         await self._busy.acquire()
         await self._all_stored()
 
     def now_s(self) -> float:
-        """The time by the log's clock, as far as that is known."""
+        """Present time of the log's clock, as far as known."""
         return max(self.core.state.now_s, self._clock.now_s() - self._ahead_s)
 
     async def append(self, event: events.Event) -> None:
-        """Append an event that nobody waits for."""
+        """Append an event without waiting for an answer."""
         await self._log.append(event)
 
     async def ask(self, make: Callable[[str], events.Event], timeout_s: float = 10.0) -> Answer:
-        """Append an event that asks for something, and wait for the core's answer.
+        """Append a request event and wait for the core's answer.
 
-        Args:   make: makes the event from the request's id, which the answer bears.
-        Raises: PhaseloomError: the core's refusal; ResourceError: no answer in time.
+        Args: make: builds the event from the request's id, which the answer repeats.
+        Raises: PhaseloomError: the core refused the request.
+              ResourceError: there was no answer in time.
         """
         request = uuid.uuid4().hex
         event = make(request)
@@ -189,7 +190,7 @@ class Shell:
         since_snapshot = 0
         async for entry in self._log.read_entries(self.core.state.sequence + 1):
             if entry.sequence != self.core.state.sequence + 1:
-                # Entries are only ever dropped below the snapshot before the newest.
+                # Entries are dropped only below the snapshot before the newest one.
                 raise log_has_a_hole(self.core.state.sequence + 1, entry.sequence - 1)
             async with self._busy:
                 outputs = await self.take(entry)
@@ -209,7 +210,7 @@ class Shell:
         self._begin_replan(repack.unanswered(self.core.state))
 
     async def take(self, entry: LogEntry) -> list[Output]:
-        """Fold one entry and perform its outputs, which are returned."""
+        """Fold one entry, perform its outputs and return them."""
         began_s = time.perf_counter()
         outputs = self.core.step(entry.sequence, entry.time_s, entry.event)
         step_s = time.perf_counter() - began_s
@@ -293,7 +294,7 @@ class Shell:
         heapq.heappush(self._timers, (timer.due_s, timer.timer))
         known = self.core.state.timers
         if len(self._timers) > 2 * len(known) + _STALE_TIMERS:
-            # Most timers of hours are withdrawn long before they are due.
+            # Most long timers are withdrawn long before they are due.
             self._timers = [(due_s, name) for name, due_s in known.items()]
             heapq.heapify(self._timers)
         self._timer_set.set()
@@ -307,14 +308,14 @@ class Shell:
                 await self._clock.wait(self._timer_set, until_s)
                 continue
             due_s, timer = heapq.heappop(self._timers)
-            # Of the timers set before a restart, most have fired already.
+            # Most timers that were set before a restart have already fired.
             if self.core.state.timers.get(timer) == due_s:
                 self._fired_with[timer] = self._ahead_s
                 await self._log.append(events.TimerFired(timer))
 
     def _note_clock(self, event: events.TimerFired, time_s: float) -> None:
-        """Learn from a timer that fired early, and is therefore still set, how far this clock is
-        ahead."""
+        """Learn how far this clock is ahead from a timer that fired early and is therefore still
+        set."""
         known_s = self._fired_with.pop(event.timer, 0.0)
         due_s = self.core.state.timers.get(event.timer)
         if due_s is not None:
@@ -338,14 +339,14 @@ class Shell:
             self._traces.setdefault(str(key), (telemetry.extract(headers), time_s))
 
     def _trace_permit(self, permit: Permit, entry: LogEntry) -> Context:
-        """Record the span `permit`; return the context that the permit travels under."""
+        """Record the span `permit`. Returns the context for sending the permit."""
         parent, _ = self._queued(permit, entry)
         now_s = self._clock.now_s()
         span = telemetry.record("permit", entry.time_s, now_s, parent, **_attributes(permit))
         return telemetry.child_context(span)
 
     def _trace_queue(self, permit: Permit, entry: LogEntry) -> None:
-        """Record the span `queue`, from the operation's entry in the log to the one that permits
+        """Record the span `queue`, from the operation's entry in the log to the entry that permits
         it."""
         parent, queued_s = self._queued(permit, entry)
         telemetry.record("queue", queued_s, entry.time_s, parent, **_attributes(permit))
@@ -355,10 +356,10 @@ class Shell:
 
 
 def _is_once(outputs: list[Output]) -> bool:
-    """Whether some output must not be performed twice.
+    """Whether some output must not be repeated.
 
-    Performed again by a restart, it would delete what a new job has stored since under the same
-    name. A snapshot taken at once keeps a restart from that.
+    If a restart repeated it, it would delete data that a new job has stored meanwhile under the
+    same name. Taking a snapshot at once prevents that.
     """
     return any(isinstance(output, DropCheckpoint | ForgetJob) for output in outputs)
 

@@ -1,6 +1,6 @@
-"""The sink performs the core's outputs on the bus, however long that takes: the server may be away.
+"""The sink performs the core's outputs on the bus, retrying while the server is away.
 
-Everything here may be done twice: commands and events carry ids, and the first outcome stored wins.
+Everything here may be done twice: commands and events carry ids, and the first stored outcome wins.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class BusSink:
         self._permits = GroupCommit(self._send_permits)
 
     async def run(self) -> None:
-        """Delete what is not needed any more, in the background; nothing waits for that."""
+        """Delete data that is no longer needed, in the background."""
         async with asyncio.TaskGroup() as group:
             for _ in range(_DELETIONS_AT_ONCE):
                 group.create_task(self._keep_deleting())
@@ -79,7 +79,7 @@ class BusSink:
             case outputs.PutView(job, status):
                 await self._bus.keys.put(Bucket.VIEW, str(job), encode(status))
             case outputs.DropCheckpoint(job):
-                # At once: whoever takes the name again must not find the checkpoint.
+                # Delete at once: a new job of this name must not find the checkpoint.
                 subject = f"$KV.{Bucket.CHECKPOINTS}.{job}"
                 await self._bus.stored.delete(f"KV_{Bucket.CHECKPOINTS}", subject)
             case outputs.ForgetJob(job, deployments):
@@ -97,7 +97,7 @@ class BusSink:
                 await self._send(command, context)
 
     def _signed(self, command: commands.Command) -> commands.Command:
-        """The command with its tickets signed, so that state managers believe them."""
+        """Sign the command's tickets, so that state managers accept them."""
         if isinstance(command, commands.MirrorState):
             holds, keeps = (
                 None if ticket is None else tickets.signed(ticket, self._secret)
@@ -121,9 +121,9 @@ class BusSink:
         return command
 
     async def _send(self, command: commands.Command, context: Context | None) -> None:
-        # Receivers take a command once, whatever is sent twice. The server drops known ids, too, to
-        # save work. A batch has none: which permits go together depends on the moment, and another
-        # batch with the same first permit would be dropped.
+        # Receivers handle a command once, even if it is sent twice. The server also drops known
+        # ids, to save work. A batch has no id: its composition depends on timing, and another batch
+        # with the same first permit would be dropped.
         msg_id = None if isinstance(command, commands.Permits) else f"cmd:{command.id}"
         await self._bus.publish(
             streams.permit_subject(command.node),
@@ -135,7 +135,7 @@ class BusSink:
     async def _send_permits(
         self, given: list[tuple[commands.Permit | commands.Permits, Context | None]]
     ) -> None:
-        """Send the permits that came since the last were sent, in one message an activation."""
+        """Send the permits that have arrived since the last call, in one message per activation."""
         if len(given) == 1:
             await self._send(*given[0])
             return
@@ -147,9 +147,10 @@ class BusSink:
         await asyncio.gather(*(self._send(permits.batch(p), None) for p in activations.values()))
 
     async def save(self, sequence: int, snapshot: bytes, *, is_last: bool = False) -> None:
-        """Store a snapshot, and truncate the log below the snapshot before it.
+        """Store a snapshot and truncate the log below the snapshot before it.
 
-        Args:   is_last: this leader takes nothing after it, so that any core may go on from it.
+        Args: is_last: whether this leader handles nothing after it, so that a core of any version
+            may continue from it.
         Raises: LeaseLost: another leader has stored one.
         """
         await self._deletions.join()
@@ -160,14 +161,15 @@ class BusSink:
             )
 
     async def _write(self, key: OperationKey, completion: Completion, content_type: str) -> None:
-        # The first stored outcome decides. A refusal is mostly the second try of a restart.
+        # The first stored outcome decides. A refusal usually means that a restart repeats the
+        # output.
         with contextlib.suppress(AlreadyStored):
             await self._bus.publish(
                 streams.done_subject(key), completion, content_type=content_type
             )
 
     async def _tell_stored(self, key: OperationKey, kind: str, ours: Completion) -> None:
-        """Append to the log the outcome that is stored, be it ours or the workers'."""
+        """Append the stored outcome to the log, whether it is ours or the workers'."""
         subject = streams.done_subject(key)
         stored = (await self._bus.stored.get_all(streams.DONE, [subject], are_there=True)).get(
             subject

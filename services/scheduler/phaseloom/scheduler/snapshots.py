@@ -1,8 +1,8 @@
-"""Snapshots in KV: of any size, and never an older one over a newer.
+"""Snapshots in the key-value store: of any size, and never overwriting a newer one.
 
-A snapshot is cut into chunks under keys of its own; a manifest, swapped by compare-and-set, makes
-it the newest. A leader that finds the manifest changed is not the only one any more, and must not
-drop the part of the log that the other's snapshot needs.
+A snapshot is split into chunks with their own keys. Swapping the manifest by compare-and-set makes
+it the newest. A leader whose swap fails is no longer the only leader, and must not drop the part of
+the log that the other leader's snapshot needs.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ MANIFEST_KEY = "core"
 CHUNK_BYTES = streams.MAX_PAYLOAD_BYTES // 2
 _READ_ATTEMPTS = 5
 _ATTEMPT_S = 10.0
-"""Time for one request: a chunk is large."""
+"""Time limit of one request; a chunk is large."""
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """The chunks of the newest snapshot."""
+    """Description of the newest snapshot and its chunks."""
 
     sequence: int
-    """The last entry of the decision log that is in the snapshot."""
+    """Last entry of the decision log that is included."""
     num_chunks: int
     num_bytes: int
-    """Size of all chunks together."""
+    """Total size of the chunks."""
     checksum: int
     """CRC-32 of the chunks."""
     led_since: int | None = None
-    """The core version of whoever has gone on from this snapshot; 0: nobody has yet, since its
-    writer has performed all up to it and stopped; None: its writer goes on."""
+    """Core version of the leader that has continued from this snapshot. 0: none yet, and the writer
+    has performed everything up to it and stopped. None: the writer continues."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -51,18 +51,17 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class Snapshots:
-    """The snapshots as one leader handles them. `load` comes first: it learns which one is
-    newest."""
+    """Snapshots as handled by one leader. Call `load` first: it determines the newest one."""
 
     def __init__(self, bus: Bus, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._bus = bus
         self._chunk_bytes = chunk_bytes
         self._manifest: Manifest | None = None
         self._revision = 0
-        """Revision of the manifest in KV, as this leader knows it."""
+        """Last known revision of the manifest in the store."""
 
     async def load(self) -> Snapshot | None:
-        """The newest snapshot, or None where there is none.
+        """Load the newest snapshot. None: there is none.
 
         Raises: ResourceError: the snapshot is damaged (DATA_LOSS).
         """
@@ -76,12 +75,12 @@ class Snapshots:
             packed = await self._chunks(self._manifest)
             if packed is not None:
                 return Snapshot(self._manifest, await asyncio.to_thread(_unpack, packed))
-            # Another leader has stored a newer snapshot meanwhile and dropped the chunks of this
-            # one.
+            # Another leader has stored a newer snapshot and dropped the chunks of this one.
         raise ResourceError("the snapshot's chunks are missing or damaged", code=Code.DATA_LOSS)
 
     async def claim(self, core_version: int) -> None:
-        """Note, before anything is decided on it, which core goes on from the newest snapshot.
+        """Record which core version continues from the newest snapshot. Called before it decides
+        anything.
 
         Raises: LeaseLost: another leader has stored one.
         """
@@ -90,10 +89,10 @@ class Snapshots:
             await until_done(lambda: self._swap(claimed), "claim", attempt_s=_ATTEMPT_S)
 
     async def save(self, sequence: int, snapshot: bytes, *, is_last: bool = False) -> int:
-        """Store a snapshot; returns the sequence of the one before it, 0 where there was none.
+        """Store a snapshot. Returns the sequence number of the snapshot before it, or 0.
 
-        Args:   is_last: the leader has performed all that comes of the log up to this sequence,
-                    and takes nothing after it.
+        Args: is_last: whether the leader has performed everything up to this sequence number and
+            handles nothing after it.
         Raises: LeaseLost: another leader has stored one.
         """
         packed = await asyncio.to_thread(zlib.compress, snapshot, 1)

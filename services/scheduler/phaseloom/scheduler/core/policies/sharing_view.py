@@ -130,8 +130,7 @@ def rollouts_beside(table: SlowdownTable, units: int) -> tuple[float, ...]:
 
     Args: units: compute units of the device.
     Returns: one slowdown per number of neighbours. Empty if sharing gives no certain gain, or if
-        the
-        table lacks a sub-stage of rollouts.
+        the table lacks a sub-stage of rollouts.
     """
     stages = _SUB_STAGES["generate"]
     if any(stage not in table.kinds for stage in stages):

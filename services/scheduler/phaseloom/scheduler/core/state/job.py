@@ -101,9 +101,9 @@ class JobVersions(msgspec.Struct):
         self.copying[version] = copying
 
     def end_copying(self, version: str, *, on: NodeId | None = None) -> None:
-        """Record that copying a retained version has ended.
+        """Record that copying a retained version to a node has ended.
 
-        Args: on: the node that now has the version. None: copying failed.
+        Args: on: the node, if it now has the version.
         """
         del self.copying[version]
         if on is not None:

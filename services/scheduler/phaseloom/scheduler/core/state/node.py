@@ -70,13 +70,13 @@ class Pace(msgspec.Struct):
     since_s: float
     """Time up to which `work_s` and `beside_s` are complete."""
     least_units: int
-    """Minimum number of units so far."""
+    """Minimum number of units while it had this share."""
     company: str = ""
     """Kinds of sub-stages of its neighbours since then, as in `Observed`."""
     speed: float = 1.0
     """Speed since then, where 1 is the speed alone on the whole device."""
     work_s: float = 0.0
-    """Seconds that the work so far would take alone on the whole device."""
+    """Seconds that the finished work would take alone on the whole device."""
     beside_s: dict[str, float] = {}
     """Neighbours → seconds next to them."""
 
@@ -93,12 +93,12 @@ class Share(msgspec.Struct):
     command: CommandId | None = None
     """Command that requested units back."""
     pace: Pace | None = None
-    """Speed so far. None: there is no table of slowdowns."""
+    """Speed measurements. None: there is no table of slowdowns."""
 
 
 class Slot(msgspec.Struct):
-    """What runs on a device: one deployment, or several side by side, each with a share of its
-    compute units. Only `devices` writes its fields."""
+    """A device's resident, running and expected deployments. One deployment runs, or several side
+    by side, each with a share of the compute units. Only `devices` writes these fields."""
 
     node: NodeId
     device: int

@@ -90,7 +90,8 @@ class Observed(msgspec.Struct):
     def take(self, work_s: float, beside: dict[str, float]) -> None:
         """Add an operation.
 
-        Args: beside: fraction of its time next to each combination of neighbours, 0 to 1.
+        Args: beside: combination of neighbours → fraction of the operation's time next to them, 0
+            to 1.
         """
         had = [company for company, part in beside.items() if part > 0.0 and company != ALONE]
         for company in had:

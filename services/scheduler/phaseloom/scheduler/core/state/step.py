@@ -1,6 +1,6 @@
-"""One step in the making: the state, the event's place and time, the outputs so far.
+"""The step in progress: the state, the event's sequence number and time, and the outputs up to now.
 
-Every mutation of an entity's state goes through here, so that an illegal one raises with its story.
+Every change of an entity's state goes through `Step`, so an illegal one raises with its context.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ C = TypeVar("C", bound=NodeCommand)
 
 
 Subjects = dict[str, ErrorInfo | None]
-"""The subjects of one follow-up, each with the error that is its reason, if it has one."""
+"""Subjects of a follow-up → the error that caused it, if any."""
 
 
 class FollowUp(StrEnum):
-    """A consequence of an event, done after it; `core.py` has the order, and who does it."""
+    """A consequence of an event, carried out after it. `core.py` defines the order and the
+    handlers."""
 
     WAKE = "wake"
-    """Operations: something that they wait for has ended."""
+    """Operations: a dependency of theirs has ended."""
     FALL_BACK = "fall_back"
-    """Jobs: a deployment of theirs cannot be rebuilt from what is stored."""
+    """Jobs: one of their deployments cannot be rebuilt from stored data."""
     FAIL_JOB = "fail_job"
-    """Jobs that cannot go on."""
+    """Jobs that cannot continue."""
     END_DEPLOYMENT = "end_deployment"
     """Deployments that were added to a running job and cannot start."""
     RELEASE = "release"
-    """Jobs some of whose weights versions may not be needed any more."""
+    """Jobs with weights versions that may no longer be needed."""
     REVIEW_JOB = "review_job"
-    """Jobs that may have become active, or may have drained."""
+    """Jobs that may have become active or finished draining."""
     PLACE = "place"
-    """Jobs and moves that wait for room: a node came, or something left one."""
+    """Waiting jobs and moves: a node has come, or something has left one."""
     REPLAN = "replan"
-    """The cluster: a job has come or left, or the last plan was answered."""
+    """The cluster: a job has come or left, or the last plan has been answered."""
     MOVE = "move"
-    """Deployments on their way: every event may let them go on."""
+    """Moving deployments: any event may let them proceed."""
     PREFETCH = "prefetch"
-    """Operations that bring a weights version which exists by now."""
+    """Operations that load a weights version that now exists."""
     HINT = "hint"
-    """Jobs of which something else may be needed next on crowded nodes."""
+    """Jobs whose next need on crowded nodes may have changed."""
     SHOW_JOB = "show_job"
-    """Jobs whose status has changed."""
 
 
 @dataclass(slots=True)
@@ -74,13 +74,14 @@ class Step:
     now_s: float
     outputs: list[Output] = field(default_factory=list)
     dirty: set[tuple[str, int]] = field(default_factory=set)
-    """Devices whose ready operations may have changed: (node, device)."""
+    """Devices as (node, device) whose ready operations may have changed."""
     touched: set[str] = field(default_factory=set)
-    """Deployments of which something may be ready now, or not any more."""
+    """Deployments whose operations may have become ready, or stopped being ready."""
     follow_ups: dict[FollowUp, Subjects] = field(default_factory=dict)
-    """The follow-ups that are still to be done."""
+    """Outstanding follow-ups."""
     config: SchedulerConfig = field(init=False)
-    """The configuration. The log starts with one: before it there is nothing to decide."""
+    """The configuration. It is the first entry of the log, so it always exists when something is
+    decided."""
 
     def __post_init__(self) -> None:
         if self.state.config is not None:
@@ -99,11 +100,11 @@ class Step:
 
     @property
     def command_id(self) -> CommandId:
-        """The id of a command that is the next output."""
+        """Id of the next output, if that is a command."""
         return CommandId(self.sequence, len(self.outputs))
 
     def send(self, kind: type[C], node: Node, /, **fields: Any) -> CommandId:
-        """Send a command to a node under its present lease. A node that is down gets none."""
+        """Send a command to a node under its present lease, unless the node is down."""
         command_id = self.command_id
         if node.is_up:
             command = kind(id=command_id, node=node.node, revision=node.revision, **fields)
@@ -111,8 +112,7 @@ class Step:
         return command_id
 
     def send_built(self, node: Node, command: Command) -> None:
-        """Send a command with `command_id`, which is built already. A node that is down gets
-        none."""
+        """Send a prepared command, which has `command_id`, unless the node is down."""
         if node.is_up:
             self.outputs.append(SendCommand(command))
 
@@ -142,8 +142,8 @@ class Step:
         return self.state.jobs[deployment.job_name]
 
     def payer_of(self, deployment: Deployment, op: Op | None) -> Job:
-        """The job that an operation is run for: the one whose weights it names; its own where it
-        names none, or the other is gone."""
+        """Job that is charged for an operation: the one whose weights it names. If it names none,
+        or that job is gone, the operation's own job."""
         own = self.state.jobs[deployment.job_name]
         if op is None or not op.payer:
             return own
@@ -153,12 +153,12 @@ class Step:
         return self.state.nodes[node]
 
     def node_of(self, deployment: Deployment) -> Node:
-        """The node of the leader."""
+        """Node of the leader."""
         assert deployment.wpg.assignments, deployment.name
         return self.state.nodes[deployment.wpg.assignments[0].node]
 
     def nodes_of(self, deployment: Deployment) -> list[Node]:
-        """The nodes of a deployment, in the order of its ranks."""
+        """Nodes of a deployment, in the order of its ranks."""
         return [self.state.nodes[assigned.node] for assigned in deployment.wpg.assignments]
 
     def deployments_of(self, job: Job) -> list[Deployment]:
@@ -169,25 +169,25 @@ class Step:
     # --- changing -------------------------------------------------------------------------------
 
     def follow_up(self, kind: FollowUp, subject: str = "", error: ErrorInfo | None = None) -> None:
-        """Ask for a follow-up; the last error that is given for a subject counts."""
+        """Request a follow-up. The last error given for a subject counts."""
         self.follow_ups.setdefault(kind, {})[subject] = error
 
     def job_changed(self, name: str) -> None:
-        """Ask for the job's status to be published, and for a look at whether it has become active
+        """Request that the job's status is published, and that the job is checked for being active
         or drained."""
         self.follow_up(FollowUp.REVIEW_JOB, name)
         self.follow_up(FollowUp.SHOW_JOB, name)
 
     def touch(self, deployment: Deployment) -> None:
-        """Have the devices of a deployment looked at again before this step ends."""
+        """Request another look at the devices of a deployment before this step ends."""
         self.touched.add(deployment.name)
-        # Without the list that `places` makes: this is called several times a step.
+        # Avoids the list that `places` builds: this is called several times per step.
         for assigned in deployment.wpg.assignments:
             for device in assigned.devices:
                 self.dirty.add((assigned.node, device))
 
     def request_hints(self, deployment: Deployment) -> None:
-        """Ask for hints: what the deployment's job needs next may have changed."""
+        """Request new hints, because the needs of the deployment's job may have changed."""
         if self.state.crowded:
             self.follow_up(FollowUp.HINT, deployment.job_name)
 
