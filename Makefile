@@ -30,10 +30,7 @@ TESTS_client := tests/unit/client tests/unit/examples $(addprefix $(ON),client.p
 TESTS_common := tests/unit/common tests/unit/test_*.py $(addprefix $(ON),backup.py bus.py leases.py \
 	lying_store.py natsclient.py natsserver.py power_cuts.py service_stops.py telemetry.py)
 TESTS_loadtest := tests/unit/loadtest $(addprefix $(ON),loadtest.py rawchain.py)
-TESTS_profiler := tests/unit/profiler $(addprefix $(ON),profiler.py)
-TESTS_console := tests/unit/console $(addprefix $(ON),console.py console_page.py)
 TESTS_gateway := tests/unit/gateway tests/integration/gateway
-TESTS_router := tests/unit/router $(addprefix $(ON),router.py)
 TESTS_scheduler := tests/unit/scheduler $(wildcard $(ON)scheduler_*.py) $(addprefix $(ON), \
 	live_policies.py recorder.py)
 TESTS_simulator := tests/unit/simulator
@@ -49,8 +46,11 @@ TESTS_rollouts := $(addsuffix _on_mesh.py,$(addprefix $(ON),adapters named_weigh
 	rollouts sampling streams tails tools vllm))
 TESTS_mesh := $(filter-out $(TESTS_client) $(TESTS_recovery) $(TESTS_rollouts),$(wildcard $(ON)*_on_mesh.py)) \
 	$(addprefix $(ON),end_to_end.py registered_models.py)
-SUBJECTS := backends cli client common console gateway loadtest profiler router scheduler simulator statemgr weights \
-	worker recovery rollouts mesh
+# A service that is not named above has the tests that bear its name.
+SERVICES := $(notdir $(patsubst %/,%,$(wildcard services/*/)))
+$(foreach service,$(SERVICES),$(eval TESTS_$(service) ?= tests/unit/$(service) \
+	$(wildcard $(ON)$(service).py $(ON)$(service)_*.py)))
+SUBJECTS := $(SERVICES) backends cli client common loadtest simulator weights recovery rollouts mesh
 
 # The same examples of property tests each time. The files of whole meshes come first, so that at
 # the end no process waits for the one that has the longest; they wait for timers now and then, which

@@ -24,11 +24,12 @@ from tests.support import helm
 from tests.support.containers import (
     ROOT,
     completed,
+    image_command,
     image_environment,
-    instruction,
     last_words,
     listening,
     restarted,
+    services,
 )
 from tests.support.jobs import Reports, no_barrier, oracle, short
 from tests.support.processes import free_port
@@ -177,12 +178,11 @@ def _variables(package: Path, service: str) -> set[str]:
 
 def test_images_are_those_that_are_built_here(tmp_path: Path) -> None:
     manifests = helm.render(tmp_path, {"image": {"registry": "r.example.com", "tag": "7"}})
-    built = {path.parent.name for path in ROOT.glob("services/*/Dockerfile")}
     for pod in pods(manifests).values():
         for container in containers_of(pod):
             match = re.fullmatch(r"r\.example\.com/phaseloom-(\w+):7", container["image"])
             assert match, container["image"]
-            assert match[1] in built
+            assert match[1] in services()
 
 
 def test_accounts_are_those_of_the_embedded_server(tmp_path: Path) -> None:
@@ -251,14 +251,13 @@ class Pods:
         """What is run, with the paths of this machine."""
         command = container.get("command")
         if command is None:
-            command = json.loads(instruction(_dockerfile(container), "CMD"))
-            assert command[0] == "python"
+            command = image_command(_service(container))
         mounts = self._mounts(pod, container)
         return [_within(part, mounts) for part in command]
 
     def environment(self, pod: str, container: Manifest) -> dict[str, str]:
         mounts = self._mounts(pod, container)
-        values = image_environment(_dockerfile(container))
+        values = image_environment()
         for variable in container.get("env", []):
             values[variable["name"]] = self._value(pod, variable)
         for name, value in values.items():
@@ -301,9 +300,9 @@ def _within(text: str, mounts: Mapping[str, str]) -> str:
     return re.sub(rf"(?<![\w./-])(?:{paths})(?![\w-])", lambda found: mounts[found[0]], text)
 
 
-def _dockerfile(container: Manifest) -> Path:
-    service: str = container["image"].partition(":")[0].removeprefix("phaseloom-")
-    return ROOT / "services" / service / "Dockerfile"
+def _service(container: Manifest) -> str:
+    image: str = container["image"]
+    return image.partition(":")[0].removeprefix("phaseloom-")
 
 
 @asynccontextmanager
@@ -332,7 +331,7 @@ async def running(
     """One pod of each kind, its containers in their order."""
     secrets = secret(manifests)
     here = Pods(directory, manifests, secrets)
-    services: list[asyncio.Task[None]] = []
+    tasks: list[asyncio.Task[None]] = []
     async with server(directory, nats_port, secrets):
         try:
             for name, pod in pods(manifests).items():
@@ -344,7 +343,7 @@ async def running(
                     environment = here.environment(name, container)
                     is_service = container in pod["spec"]["containers"]
                     if is_service or container.get("restartPolicy") == "Always":
-                        services.append(asyncio.create_task(restarted(log, command, environment)))
+                        tasks.append(asyncio.create_task(restarted(log, command, environment)))
                     else:
                         await completed(log, command, environment)
             yield here
@@ -352,7 +351,7 @@ async def running(
             error.add_note(last_words(directory))
             raise
         finally:
-            for task in reversed(services):
+            for task in reversed(tasks):
                 task.cancel()
                 await asyncio.wait([task])
 

@@ -16,7 +16,6 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +23,9 @@ from grpo import deployments, train
 
 from phaseloom import client
 from phaseloom.common.transport import natsserver
-from tests.integration.test_compose import compose, ours
+from tests.integration.test_compose import compose, ours, service_of
 from tests.support import images
-from tests.support.containers import ROOT, can_connect, instruction
+from tests.support.containers import ROOT, can_connect, instruction, services
 from tests.support.jobs import TASKS, Reports, no_barrier, short
 from tests.support.processes import free_port
 
@@ -47,8 +46,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     directory = tmp_path_factory.mktemp("images")
     images.settings_of_podman(directory)
     images.make_base(directory)
-    dockerfiles = {Path(spec["build"]["dockerfile"]) for spec in ours().values()}
-    return {file.parent.name: images.build(file.parent.name, directory) for file in dockerfiles}
+    return {name: images.build(name, directory) for name in sorted(services())}
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ def running(built: dict[str, str], ports: Ports) -> Iterator[None]:
         images.run("podman", "run", "--detach", *server(ports.nats))
         wait_for(ports.nats)
         for name, spec in ours().items():
-            service = Path(spec["build"]["dockerfile"]).parent.name
+            service = service_of(spec)
             is_service = spec["restart"] != "no"
             command = ["run", *["--detach"] * is_service]
             command += images.run_arguments(name, without_jaeger(spec), PREFIX, PREFIX)
@@ -159,8 +157,7 @@ def test_every_service_is_well_by_its_images_own_check(mesh: Ports) -> None:
     for name, spec in ours().items():
         if spec["restart"] == "no":
             continue
-        dockerfile = ROOT / spec["build"]["dockerfile"]
-        check = json.loads(instruction(dockerfile, "HEALTHCHECK").partition("CMD ")[2])
+        check = json.loads(instruction("HEALTHCHECK").partition("CMD ")[2])
         images.run("podman", "exec", f"{PREFIX}-{name}", *check)
         restarts = images.run(
             "podman", "inspect", "--format", "{{.RestartCount}}", f"{PREFIX}-{name}"
@@ -181,7 +178,7 @@ def test_console_shows_the_jobs_from_its_image(mesh: Ports) -> None:
 
 
 def test_images_do_not_run_as_root(built: dict[str, str]) -> None:
-    assert built.keys() == {file.parent.name for file in (ROOT / "services").glob("*/Dockerfile")}
+    assert built.keys() == {service_of(spec) for spec in ours().values()}
     for service, image in built.items():
         inspected = images.run("podman", "image", "inspect", "--format", "{{.User}}", image)
         assert inspected.strip() == "10001:10001", service

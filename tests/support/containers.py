@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -12,22 +14,33 @@ from pathlib import Path
 from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
 
 ROOT = Path(__file__).parents[2]
+DOCKERFILE = ROOT / "services/Dockerfile"
 RESTART_PAUSE_S = 0.1
 """The first pause of a container runtime; it grows, where a container ends again and again."""
 LAST_LINES = 20
 
 
-def instruction(dockerfile: Path, name: str) -> str:
-    """The last instruction of this name, its lines joined."""
-    text = dockerfile.read_text().replace("\\\n", " ")
+def instruction(name: str) -> str:
+    """Return the Dockerfile's last instruction of this name, its lines joined."""
+    text = DOCKERFILE.read_text().replace("\\\n", " ")
     return [line for line in text.splitlines() if line.startswith(f"{name} ")][-1][len(name) + 1 :]
 
 
-def image_environment(dockerfile: Path) -> dict[str, str]:
-    """The variables that an image sets; PATH is the machine's own."""
-    pairs = [pair for pair in instruction(dockerfile, "ENV").split() if "=" in pair]
+def services() -> set[str]:
+    return {path.parents[2].name for path in ROOT.glob("services/*/phaseloom/*/main.py")}
+
+
+def image_command(service: str) -> list[str]:
+    """Return what the image of a service runs, with this Python."""
+    assert json.loads(instruction("CMD")) == ["sh", "-c", "exec python -m phaseloom.$SERVICE.main"]
+    return [sys.executable, "-m", f"phaseloom.{service}.main"]
+
+
+def image_environment() -> dict[str, str]:
+    """Return the variables that the image sets; PATH is the machine's own."""
+    pairs = [pair for pair in instruction("ENV").split() if "=" in pair]
     variables = dict(pair.split("=", 1) for pair in pairs)
-    variables.pop("PATH")
+    del variables["PATH"], variables["SERVICE"]
     return variables
 
 

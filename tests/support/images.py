@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.containers import ROOT
+from tests.support.containers import DOCKERFILE, ROOT
 
 SUITE = "bookworm"
 BASE = "localhost/phaseloom-python:latest"
@@ -88,7 +88,7 @@ def build(service: str, directory: Path) -> str:
     run(
         *("podman", "build", "--isolation=chroot", "--build-arg", f"PYTHON_IMAGE={BASE}"),
         *_pip_settings(directory),
-        *("--file", ROOT / "services" / service / "Dockerfile", "--tag", image, ROOT),
+        *("--build-arg", f"SERVICE={service}", "--file", DOCKERFILE, "--tag", image, ROOT),
     )
     return image
 

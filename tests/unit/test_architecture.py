@@ -22,18 +22,14 @@ from phaseloom.scheduler.core.state.node import Slot
 
 ROOT = Path(__file__).parents[2]
 SERVICES = sorted(path.name for path in (ROOT / "services").iterdir() if path.is_dir())
+WITH_NUMPY = {"gateway"}
 WITHOUT_TORCH = [
-    "phaseloom.scheduler.main",
-    "phaseloom.router.main",
-    "phaseloom.profiler.main",
-    "phaseloom.console.main",
-    "phaseloom.statemgr.main",
-    "phaseloom.worker.main",
+    *(f"phaseloom.{service}.main" for service in SERVICES if service not in WITH_NUMPY),
     "phaseloom.worker.rank.process",
     "phaseloom.client",
     "phaseloom.cli.main",
 ]
-WITH_HTTP = {"phaseloom.console.main", "phaseloom.gateway.main"}
+WITH_HTTP = {"phaseloom.console.main"}
 HEAVY = {"torch", "transformers", "numpy", "safetensors", "vllm", "megatron"}
 IMPURE = {
     "aiofiles",

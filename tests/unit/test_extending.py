@@ -30,6 +30,12 @@ LIKE = {
     "A service": "profiler",
 }
 """What there is already of each."""
+OF_SOME_SERVICES = {
+    ROOT / "deploy/slurm/phaseloom.sbatch",
+    ROOT / "deploy/grafana/dashboards/phaseloom.json",
+    ROOT / "deploy/systemd/phaseloom@.service",
+}
+"""Files that name some services for their own reasons; a new service may do without them."""
 ADDED = {
     "An ordering policy": additions.ORDERING,
     "A placement policy": additions.PLACEMENT,
@@ -57,7 +63,15 @@ def test_list_of_an_operation_kind_is_what_adding_one_takes() -> None:
 @pytest.mark.parametrize("name", SECTIONS["A service"][1])
 def test_every_file_of_a_service_names_it(name: str) -> None:
     if "NAME" not in name:
-        assert re.search(rf"\b{LIKE['A service']}\b|TESTS_{LIKE['A service']}", _text(name))
+        assert re.search(rf"\b{LIKE['A service']}\b", _text(name))
+
+
+def test_nothing_else_that_runs_or_ships_a_service_names_each() -> None:
+    listed = {ROOT / name for name in SECTIONS["A service"][1]}
+    for pattern in ("Makefile", "README.md", "services/Dockerfile", "deploy/**/*", ".github/**/*"):
+        for path in ROOT.glob(pattern):
+            if path.is_file() and path not in listed and path not in OF_SOME_SERVICES:
+                assert LIKE["A service"] not in path.read_text(), path
 
 
 def _text(name: str) -> str:

@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[2]
 def test_every_test_file_is_of_one_subject() -> None:
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
     (subjects,) = re.findall(r"^SUBJECTS := (.*)$", makefile, re.MULTILINE)
+    services = " ".join(path.name for path in (ROOT / "services").iterdir() if path.is_dir())
+    subjects = subjects.replace("$(SERVICES)", services)
     found: Counter[Path] = Counter()
     for subject in subjects.split():
         command = ["make", "-n", f"test-{subject}"]

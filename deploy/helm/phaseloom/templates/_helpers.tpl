@@ -70,6 +70,40 @@ app.kubernetes.io/component: {{ .component }}
 {{- end }}
 {{- end }}
 
+{{/* The environment variables that only one service has. Takes (dict "root" $ "name" "router"). */}}
+{{- define "phaseloom.ownEnv" -}}
+{{- $secret := include "phaseloom.authSecret" .root -}}
+{{- if eq .name "scheduler" }}
+- name: PHASELOOM_SCHEDULER_NAME
+  value: $(POD_NAME)
+- name: PHASELOOM_SCHEDULER_STATE_SECRET
+  valueFrom: {secretKeyRef: {name: {{ $secret }}, key: state-secret}}
+{{- else if eq .name "router" }}
+- name: PHASELOOM_ROUTER_NAME
+  value: $(POD_NAME)
+- name: PHASELOOM_ROUTER_TENANTS
+  value: {{ .root.Values.tenants | toJson | quote }}
+{{- else if eq .name "gateway" }}
+- name: PHASELOOM_GATEWAY_NAME
+  value: $(POD_NAME)
+- name: PHASELOOM_GATEWAY_PEER_HOST
+  value: $(POD_IP)
+- name: PHASELOOM_GATEWAY_PORT
+  value: {{ .root.Values.gateway.port | quote }}
+- name: PHASELOOM_GATEWAY_KEYS
+  valueFrom: {secretKeyRef: {name: {{ $secret }}, key: gateway-keys}}
+- name: PHASELOOM_GATEWAY_PASSWORDS
+  valueFrom: {secretKeyRef: {name: {{ $secret }}, key: gateway-passwords}}
+{{- else if eq .name "console" }}
+- name: PHASELOOM_CONSOLE_PORT
+  value: {{ .root.Values.console.port | quote }}
+- name: PHASELOOM_CONSOLE_OPERATOR_KEY
+  valueFrom: {secretKeyRef: {name: {{ $secret }}, key: operator-key}}
+- name: PHASELOOM_CONSOLE_KEYS
+  valueFrom: {secretKeyRef: {name: {{ $secret }}, key: gateway-keys}}
+{{- end }}
+{{- end }}
+
 {{/* The environment variables that the user gives. Takes a map of names and values. */}}
 {{- define "phaseloom.extraEnv" -}}
 {{- range $name, $value := . }}
