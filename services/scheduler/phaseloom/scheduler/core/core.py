@@ -42,14 +42,14 @@ Action = Callable[[Step, Subjects], None]
 
 
 def _without_subject(action: Callable[[Step], None]) -> Action:
-    return lambda step, follow_ups: action(step)
+    return lambda step, subjects: action(step)
 
 
 def _per_subject(action: Callable[[Step, str], None]) -> Action:
     """Make a follow-up that is done for each subject, in the order of their names."""
 
-    def run_for_all(step: Step, follow_ups: Subjects) -> None:
-        for name in sorted(follow_ups):
+    def run_for_all(step: Step, subjects: Subjects) -> None:
+        for name in sorted(subjects):
             action(step, name)
 
     return run_for_all
@@ -58,8 +58,8 @@ def _per_subject(action: Callable[[Step, str], None]) -> Action:
 def _per_failed_subject(action: Callable[[Step, str, ErrorInfo], None]) -> Action:
     """The same as `_per_subject`, with the error that is the reason given to `do`."""
 
-    def run_for_all(step: Step, follow_ups: Subjects) -> None:
-        for name, error in sorted(follow_ups.items()):
+    def run_for_all(step: Step, subjects: Subjects) -> None:
+        for name, error in sorted(subjects.items()):
             assert error is not None, name
             action(step, name, error)
 
