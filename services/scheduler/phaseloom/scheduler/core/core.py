@@ -1,13 +1,14 @@
-"""The scheduler's decisions: a fold over the decision log, without I/O.
+"""The scheduler's decisions, as a fold over the decision log.
 
     core = Core()
     for entry in log:
         outputs = core.step(entry.sequence, entry.time_s, entry.event)
 
-Same log, same outputs: live, after a restart, in a simulation. Nothing in here reads a clock, a
-random number, the environment or a file; the log's timestamps are the time and its sequence numbers
-the order, the epochs and the command ids. Cost of a step: linear in the operations that are ready
-on the devices that the event touches.
+The same log always gives the same outputs: live, after a restart, and in the simulator. Nothing
+here reads a clock, a random number, the environment or a file. Time is the log's timestamps. Order,
+epochs and command ids are its sequence numbers.
+
+Cost of a step: linear in the ready operations on the devices that the event touches.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _without_subject(action: Callable[[Step], None]) -> Action:
 
 
 def _per_subject(action: Callable[[Step, str], None]) -> Action:
-    """Make a follow-up that is done for each subject, in the order of their names."""
+    """Run the action once for each subject, in alphabetical order."""
 
     def run_for_all(step: Step, subjects: Subjects) -> None:
         for name in sorted(subjects):
@@ -56,7 +57,7 @@ def _per_subject(action: Callable[[Step, str], None]) -> Action:
 
 
 def _per_failed_subject(action: Callable[[Step, str, ErrorInfo], None]) -> Action:
-    """The same as `_per_subject`, with the error that is the reason given to `do`."""
+    """Run the action once for each subject, in alphabetical order, with the subject's error."""
 
     def run_for_all(step: Step, subjects: Subjects) -> None:
         for name, error in sorted(subjects.items()):
@@ -66,6 +67,8 @@ def _per_failed_subject(action: Callable[[Step, str, ErrorInfo], None]) -> Actio
     return run_for_all
 
 
+# The order matters. For example, jobs fail before waiting jobs are placed, so that these get the
+# room; and moves come last, because a placement may start one.
 AFTER_EACH_EVENT: tuple[tuple[FollowUp, Action], ...] = (
     (FollowUp.WAKE, operations.wake),
     (FollowUp.FALL_BACK, _per_failed_subject(jobs.fall_back)),
@@ -77,35 +80,35 @@ AFTER_EACH_EVENT: tuple[tuple[FollowUp, Action], ...] = (
     (FollowUp.REPLAN, _without_subject(repack.ask)),
     (FollowUp.MOVE, _without_subject(wpgs.advance_moves)),
 )
-"""The follow-ups after an event, in the order in which they are done, each with the function that
-does it."""
+"""The follow-ups that run after each event, in this order, each with its function."""
 MAX_PASSES = 2
-"""The number of times that `AFTER_EACH_EVENT` is gone through after an event.
+"""How often `AFTER_EACH_EVENT` runs after one event.
 
-The second time is for follow-ups that were asked for by one further down. Where they make room in
-turn, a later event uses it: no event costs more than two looks at what waits.
+The second pass serves follow-ups that a later one in the first pass requested. Whatever the second
+pass requests waits for the next event. This bounds the cost of an event to two looks at the jobs
+that wait.
 """
 AFTER_EACH_STEP: tuple[tuple[FollowUp, Action], ...] = (
     (FollowUp.PREFETCH, _per_subject(speculative.prefetch_version)),
     (FollowUp.HINT, _per_subject(speculative.send_hints)),
     (FollowUp.SHOW_JOB, _per_subject(jobs.publish_status)),
 )
-"""The follow-ups that are done once a step, after all events of its entry and after devices have
-been given their next operations, each with its function."""
+"""The follow-ups that run once at the end of a step, after dispatch, each with its function."""
 
 
 class Core:
-    """The state of the scheduler, which only `step` changes."""
+    """The scheduler's state. Only `step` changes it."""
 
     def __init__(self, state: State | None = None) -> None:
         self.state = state or State()
 
     def step(self, sequence: int, time_s: float, event: events.Event) -> list[Output]:
-        """Take one entry of the log.
+        """Fold one log entry into the state and return what the shell must do.
 
-        Args:   sequence: the entry's number in the log, greater than any before.
-                time_s: when the log took the entry; a clock that steps back is held.
-        Raises: InvalidTransition: our own bug; the state is then not to be used.
+        Args:   sequence: number of the entry in the log; must be higher than any before.
+                time_s: when the log stored the entry. If the log's clock steps back, the state's
+                    time stands still.
+        Raises: InvalidTransition: a bug of ours. The state must not be used any further.
         """
         assert sequence > self.state.sequence, "entries are folded once, in order"
         self.state.advance(sequence, time_s)
@@ -131,17 +134,19 @@ class Core:
         led_since: int | None = None,
         upgrades: Mapping[int, Upgrade] = UPGRADES,
     ) -> Core:
-        """Go on from a snapshot.
+        """Continue from a snapshot.
 
-        Args:   led_since: the core version that has gone on from the snapshot, 0 where nobody has;
-                    None: the version that wrote it.
-                upgrades: how the tree of each older version becomes that of the next.
-        Raises: ResourceError: a core of another version has gone on from the snapshot, or the
-                    snapshot is of a version that cannot be taken over, or damaged.
+        Args:   led_since: the core version that has decided anything since the snapshot; 0 if none
+                    has. None stands for the version that wrote the snapshot.
+                upgrades: core version → the upgrade of its tree to the next version.
+        Raises: ResourceError: another core version has decided something since the snapshot, no
+                    upgrade leads from the snapshot's version to this one, or the snapshot is
+                    damaged.
         """
-        # The head is read first: the state of another version may have another shape.
+        # Decode the head first: the state of another version may have another shape.
         core_version = _decode(payload, SnapshotHead).core_version
         last = core_version if led_since is None else led_since
+        # Folding the rest of the log here could decide otherwise than the last leader did.
         if last not in (0, CORE_VERSION):
             raise ResourceError(
                 f"a scheduler of core version {last} has not stopped in order, and this one is of "
@@ -180,8 +185,8 @@ def _decode(payload: bytes, kind: type[S]) -> S:
 
 
 def _follow_up(step: Step) -> None:
-    """Do the follow-ups that an event has asked for. Moves are looked at after every event."""
     follow_ups = step.follow_ups
+    # Any event may let a move continue, so moves advance after every event.
     if step.state.moving or follow_ups:
         step.follow_up(FollowUp.MOVE)
     for _ in range(MAX_PASSES):
@@ -189,6 +194,7 @@ def _follow_up(step: Step) -> None:
             return
         for kind, action in AFTER_EACH_EVENT:
             if kind in follow_ups:
+                # Popped before it runs: an action may request its own kind again.
                 action(step, follow_ups.pop(kind))
 
 
@@ -197,7 +203,7 @@ def _timer(step: Step, event: events.TimerFired) -> None:  # noqa: PLR0912 - one
     if set_for_s is None:
         return
     if set_for_s > step.now_s:
-        # The shell's clock runs ahead of the log's.
+        # The shell's clock is ahead of the log's.
         step.set_timer(event.timer, set_for_s)
         return
     match event.timer.split("/"):
@@ -221,6 +227,7 @@ def _timer(step: Step, event: events.TimerFired) -> None:  # noqa: PLR0912 - one
             deployment = step.state.deployments.get(name)
             if deployment is not None:
                 step.touch(deployment)
+        # All other timers are a device's, for example the end of an idle grace.
         case [_, node, device, *_]:
             step.dirty.add((node, int(device)))
 
@@ -229,6 +236,7 @@ def _configured(step: Step, event: events.SchedulerConfigured) -> None:
     before = step.state.config
     step.configure(event.config)
     assignment.configured(step, event.config)
+    # Observed slowdowns are relative to the table, so they are worthless under another one.
     is_other_table = before is not None and before.slowdowns != event.config.slowdowns
     if is_other_table or not shares.corrects_table(step):
         step.state.forget_all_observed()
@@ -245,6 +253,7 @@ def _node_lost(step: Step, event: events.NodeLost) -> None:
 
 
 def _mirrored(step: Step, event: events.StateMirrored) -> None:
+    # Both a replica and a move send MirrorState; the command's id tells whose answer this is.
     if not replicas.mirrored(step, event):
         moves.mirrored(step, event)
 
@@ -280,4 +289,4 @@ HANDLERS: dict[type[Any], Callable[[Step, Any], None]] = {
     events.StateMirrored: _mirrored,
     events.NodeDrainRequested: evacuation.requested,
 }
-"""Type of event → the function that takes it."""
+"""Type of event → the function that handles it."""
