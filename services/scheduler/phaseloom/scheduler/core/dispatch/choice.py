@@ -343,8 +343,12 @@ def held_until_s(step: Step, slot: Slot) -> float:
     job = step.state.jobs.get(slot.holder)
     if job is None or job.state in JOB_ENDED or not job.controller.is_attached or slot.is_released:
         return 0.0
-    phase_s = _phase_until_s(step, slot) if ready.has_phase(step, job, slot) else 0.0
-    return max(phase_s, _grace_until_s(step, slot, job))
+    phase_until_s = 0.0
+    if ready.has_phase(step, job, slot):
+        phase_until_s = slot.idle_since_s + step.config.phase_hold_s
+        if step.config.quantum_s:
+            phase_until_s = min(phase_until_s, slot.held_since_s + step.config.quantum_s)
+    return max(phase_until_s, _grace_until_s(step, slot, job))
 
 
 def _grace_until_s(step: Step, slot: Slot, job: Job) -> float:
@@ -357,12 +361,6 @@ def _grace_until_s(step: Step, slot: Slot, job: Job) -> float:
     if any(ready.waits_elsewhere(d) for d in step.deployments_of(job) if d.spec.pool == pool):
         return 0.0
     return until_s
-
-
-def _phase_until_s(step: Step, slot: Slot) -> float:
-    until_s = slot.idle_since_s + step.config.phase_hold_s
-    quantum_s = step.config.quantum_s
-    return min(until_s, slot.held_since_s + quantum_s) if quantum_s else until_s
 
 
 def declare_phase(step: Step, event: PhaseDeclared) -> None:

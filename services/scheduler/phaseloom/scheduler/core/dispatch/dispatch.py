@@ -158,16 +158,12 @@ def _continue(step: Step, deployment: Deployment) -> None:
     if deployment.activation.running:
         _join(step, deployment)
     elif not deployment.activation.opening_on:
-        _start_opened(step, deployment)
-
-
-def _start_opened(step: Step, deployment: Deployment) -> None:
-    """Run what an activation was opened for, now that it is open on all nodes."""
-    ops = _batch(step, deployment)
-    _permit(step, deployment, ops, devices.slots_of(step, deployment))
-    if not ops:
-        devices.release(step, deployment)
-        step.dirty.update(deployment.places)
+        # The activation is open on all nodes now: run what it was opened for.
+        ops = _batch(step, deployment)
+        _permit(step, deployment, ops, devices.slots_of(step, deployment))
+        if not ops:
+            devices.release(step, deployment)
+            step.dirty.update(deployment.places)
 
 
 def _join(step: Step, deployment: Deployment) -> None:
@@ -176,19 +172,13 @@ def _join(step: Step, deployment: Deployment) -> None:
     slots = devices.slots_of(step, deployment)
     if room <= 0 or deployment.name not in slots[0].ready:
         return
-    ops = _joiners(step, deployment, room)
+    running = deployment.queue.find(deployment.activation.running[0])
+    if running is None or running.is_mutating or running.uncertain:
+        return
+    ops = [op for op in ready.batch(step, deployment, room) if not (op.is_mutating or op.uncertain)]
     if not ops or any(_must_drain(step, slot, deployment) for slot in slots):
         return
     _permit(step, deployment, ops, slots)
-
-
-def _joiners(step: Step, deployment: Deployment, room: int) -> list[Op]:
-    """Reading operations that may begin beside those that run: none from behind a mutating one."""
-    running = deployment.queue.find(deployment.activation.running[0])
-    if running is None or running.is_mutating or running.uncertain:
-        return []
-    chosen = ready.batch(step, deployment, room)
-    return [op for op in chosen if not (op.is_mutating or op.uncertain)]
 
 
 def _must_drain(step: Step, slot: Slot, deployment: Deployment) -> bool:
@@ -359,16 +349,12 @@ def opened(step: Step, event: ActivationOpened) -> None:
     if deployment is None:
         return
     if deployment.activation.epoch and deployment.activation.epoch == event.epoch:
-        _record_opened(step, deployment, event)
+        if deployment.activation.opened_on(event.node):
+            step.touch(deployment)
+        if not deployment.activation.opening_on:
+            speculative.record_lead(step, deployment)
     if deployment.wpg.state is not WpgState.STOPPED:
         step.state.record_switch(deployment.name, event.offload_s, event.load_s)
-
-
-def _record_opened(step: Step, deployment: Deployment, event: ActivationOpened) -> None:
-    if deployment.activation.opened_on(event.node):
-        step.touch(deployment)
-    if not deployment.activation.opening_on:
-        speculative.record_lead(step, deployment)
 
 
 def refused(step: Step, event: ActivationRefused) -> None:

@@ -110,7 +110,8 @@ def plan(step: Step, slot: Slot) -> tuple[Deployment | None, float]:
         slots = devices.slots_of(step, target)
         open_s = max(_free_s(step, s, target, expected) for s in slots)
         if not all(_is_first(step, s, target, expected) for s in slots):
-            open_s = max(open_s, expected.soonest_s - _lead_s(step, target))
+            lead_s = max(target.activation.lead_s, estimates.switch_s(step.state, target))
+            open_s = max(open_s, expected.soonest_s - lead_s)
         if open_s < expected.late_s:
             return target, open_s
     return None, NEVER_S
@@ -173,11 +174,6 @@ def _is_first(step: Step, slot: Slot, target: Deployment, expected: Expected) ->
     )
 
 
-def _lead_s(step: Step, target: Deployment) -> float:
-    """Seconds from the decision to open an activation until it is open."""
-    return max(target.activation.lead_s, estimates.switch_s(step.state, target))
-
-
 def record_lead(step: Step, deployment: Deployment) -> None:
     """Note how long an activation took to open.
 
@@ -238,30 +234,24 @@ def prefetch_version(step: Step, name: str) -> None:
 
 
 def _update_hint(step: Step, deployment: Deployment) -> None:
-    if not deployment.wpg.assignments or _is_resident(step, deployment):
+    slots = devices.slots_of(step, deployment)
+    if not slots or all(deployment.name in slot.resident for slot in slots):
         return
     is_told = deployment.activation.hinted_s != NOT_TOLD_S
-    if _is_waiting(step, deployment):
+    if any(deployment.name in slot.ready for slot in slots):
         if not is_told:
             _send_hint(step, deployment, step.now_s)
         return
     predictions = _predictions(step, deployment)
     if is_told and not predictions:
-        _withdraw_hint(step, deployment)
+        deployment.activation.hint(NOT_TOLD_S)
+        _send_prefetch(step, deployment, None)
     elif not is_told and predictions and not any(p.is_told for p in predictions):
         _send_hint(step, deployment, min(prediction.at_s for prediction in predictions))
         late_s = max(prediction.late_s for prediction in predictions)
         step.set_timer(f"hint/{deployment.name}/{step.sequence}", late_s)
         for prediction in predictions:
             prediction.is_told = True
-
-
-def _is_resident(step: Step, deployment: Deployment) -> bool:
-    return all(deployment.name in slot.resident for slot in devices.slots_of(step, deployment))
-
-
-def _is_waiting(step: Step, deployment: Deployment) -> bool:
-    return any(deployment.name in slot.ready for slot in devices.slots_of(step, deployment))
 
 
 def _predictions(step: Step, deployment: Deployment) -> list[Expected]:
@@ -288,11 +278,6 @@ def _send_hint(step: Step, deployment: Deployment, use_s: float) -> None:
         return
     deployment.activation.hint(use_s)
     _send_prefetch(step, deployment, max(0.0, use_s - step.now_s))
-
-
-def _withdraw_hint(step: Step, deployment: Deployment) -> None:
-    deployment.activation.hint(NOT_TOLD_S)
-    _send_prefetch(step, deployment, None)
 
 
 def _send_prefetch(step: Step, deployment: Deployment, in_s: float | None) -> None:

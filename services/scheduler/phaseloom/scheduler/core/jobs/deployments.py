@@ -105,7 +105,10 @@ def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
     job.have([spec for spec in job.spec.deployments if spec.name != name])
     step.state.drop_deployment(deployment.name)
     retention.release_versions(step, job)
-    _wake_waiters(step, deployment)
+    # Nobody will publish the operations that others still wait for.
+    prefix = f"{deployment.name}."
+    for key in [key for key in step.state.waiters if key.startswith(prefix)]:
+        operations.wake_waiters(step, key)
     for sibling in step.deployments_of(job):
         step.touch(sibling)  # a sync may have waited for it to be rebuilt
     step.job_changed(str(job.key))
@@ -131,14 +134,6 @@ def _retain_versions(step: Step, job: Job, policy: Deployment) -> None:
     for version in job.versions.published:
         if version.policy == policy.key and version in in_use:
             job.versions.retain(str(version), retention.nodes_of(step, version))
-
-
-def _wake_waiters(step: Step, deployment: Deployment) -> None:
-    """Wake the operations that wait for one which was never published on a deployment, and never
-    will be."""
-    prefix = f"{deployment.name}."
-    for key in [key for key in step.state.waiters if key.startswith(prefix)]:
-        operations.wake_waiters(step, key)
 
 
 def end_alone(step: Step, name: str, error: ErrorInfo) -> None:

@@ -37,7 +37,8 @@ def finish(step: Step, event: OperationFinished) -> None:
         if event.key in deployment.activation.running:
             _note_latency(step, deployment, op, event)
             shares.observe(step, deployment, op, event)
-            _note_duration(deployment, event)
+            if event.outcome is Outcome.COMPLETED and not event.replay:
+                deployment.note_duration(event.kind, event.duration_s)
             devices.free(step, deployment, event.key, event.kind)
             speculative.expect(step, deployment, event.kind)
         step.touch(deployment)
@@ -79,11 +80,6 @@ def _note_latency(
         return
     ended_s = estimates.began_s(step.state, deployment, op) + event.duration_s
     step.state.record_latency(step.now_s - ended_s)
-
-
-def _note_duration(deployment: Deployment, event: OperationFinished) -> None:
-    if event.outcome is Outcome.COMPLETED and not event.replay:
-        deployment.note_duration(event.kind, event.duration_s)
 
 
 def _charge(step: Step, deployment: Deployment, op: Op | None, event: OperationFinished) -> None:

@@ -31,6 +31,8 @@ from phaseloom.scheduler.core.wpgs import moves
 
 _REPLACES_STATE = frozenset(name for name, kind in KINDS.items() if kind.replaces_state)
 _REBUILDING = frozenset({WpgState.STARTING, WpgState.RECOVERING})
+_PERMANENT = frozenset({Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED, Code.NOT_FOUND})
+"""Errors of a start that would occur again at the next one."""
 _ALIVE = frozenset({WpgState.STARTING, WpgState.RECOVERING, WpgState.READY})
 
 FIRST_PAUSE_S = 1.0
@@ -204,7 +206,10 @@ def start(step: Step, deployment: Deployment) -> None:
     )
     rank_offset = 0
     for index, assigned in enumerate(deployment.wpg.assignments):
-        sources = _seal_sources(step, deployment, index)
+        # A node without a good copy of its part of the seal fetches it from these.
+        sources = []
+        if deployment.durability.seal_seq:
+            sources = seals.sources(step, deployment, index, but=assigned.node)
         step.send_for(
             StartWpg,
             step.node(assigned.node),
@@ -221,16 +226,6 @@ def start(step: Step, deployment: Deployment) -> None:
             ticket=holders.files_ticket(deployment, [assigned.node]) if sources else None,
         )
         rank_offset += len(assigned.devices)
-
-
-def _seal_sources(step: Step, deployment: Deployment, index: int) -> list[str]:
-    """Endpoints of the state managers from which a node can fetch its part of the seal.
-
-    The node asks them where it has no good copy of its own.
-    """
-    if not deployment.durability.seal_seq:
-        return []
-    return seals.sources(step, deployment, index, but=deployment.nodes[index])
 
 
 def _try_start(step: Step, deployment: Deployment) -> None:
@@ -412,10 +407,11 @@ def _count_death(
     if before in _REBUILDING and event.error.code is Code.DATA_LOSS:
         _cannot_be_rebuilt(step, deployment, event.error)
         return False
-    if before is WpgState.STARTING and _is_hopeless(step, deployment, event.error):
+    has_too_many = deployment.wpg.losses > step.config.max_losses
+    if before is WpgState.STARTING and (event.error.code in _PERMANENT or has_too_many):
         _cannot_start(step, deployment, event.error)
         return False
-    if deployment.wpg.losses > step.config.max_losses:
+    if has_too_many:
         if culprits:
             _fail_culprits(step, deployment, culprits, event.error)
         else:
@@ -482,11 +478,6 @@ def _cannot_be_rebuilt(step: Step, deployment: Deployment, error: ErrorInfo) -> 
 def _running_ops(deployment: Deployment) -> list[Op]:
     ops = [deployment.queue.find(key) for key in deployment.activation.running]
     return [op for op in ops if op is not None]
-
-
-def _is_hopeless(step: Step, deployment: Deployment, error: ErrorInfo) -> bool:
-    refused = error.code in (Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED, Code.NOT_FOUND)
-    return refused or deployment.wpg.losses > step.config.max_losses
 
 
 def _fail_culprits(step: Step, deployment: Deployment, ops: list[Op], error: ErrorInfo) -> None:
