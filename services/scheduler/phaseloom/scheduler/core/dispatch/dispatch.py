@@ -1,22 +1,24 @@
-"""Which operations run next: hold, choose, switch, permit.
+"""Give devices their next operations: open activations and send permits.
 
-A device runs the operations of one deployment at a time, or of several that each have a share of
-it (`shares`). Of a deployment run one mutating operation alone, or reading ones together, up to
-`max_reading`. While reading ones run,
-more of their deployment join them, until a mutating one is at its head (which then goes before all
-that came after it), another deployment has claimed one of its devices, or its quantum has ended
-while another waits: then what runs drains and the others go first. What runs next on a free
-device is decided in `choice`, how long it is kept for its holder in `idle_hold`, and what is
-switched in before it is asked for in `speculative`.
+A device runs the operations of one deployment at a time, or of several if each has a share of it
+(`shares`). A deployment runs one mutating operation alone, or up to `max_reading` reading
+operations together. Waiting reading operations may join running ones. They stop joining, so that
+the running ones drain, in three cases: a mutating operation is next in order, another deployment
+has claimed one of the devices, or the quantum is over and another deployment waits.
 
-A deployment with several ranks takes a device for each, of one node or of several, all at once:
-chosen on one of them, it claims them all, and nothing else begins on the free ones until the last
-is free. Claims are taken in one order on every device, so that no two wait for each other.
+`choice` decides what runs next on a free device and how long the device is kept for its holder.
+`speculative` decides what is switched in before its operation arrives.
 
-On one node an activation and its permits are ordered by the node itself. Over several, it opens on
-each by itself: its devices are reserved, and its permits follow once the last has said that it is
-open. If one refuses, the others close theirs.
-Cost of a step: linear in the deployments that have something ready on the touched devices.
+A deployment with several ranks needs one device per rank, on one node or on several, and takes all
+of them at once. If it is chosen while some are busy, it claims them all: nothing else starts on the
+free ones until the last is free. Every device queues claims in the same order, so two deployments
+never wait for each other.
+
+A node runs an activation and its permits in the order in which they were sent. Several nodes have
+no common order, so a deployment over several nodes gets its permits only after all of them have
+reported its activation open. If one node refuses, the other nodes close theirs.
+
+Cost of a step: linear in the deployments with ready operations on the touched devices.
 """
 
 from __future__ import annotations
@@ -38,25 +40,28 @@ from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import OpEvent, OpState, WpgState
 
 REFUSAL_PAUSE_S = 0.5
-"""Pause before an activation that was refused is tried again."""
+"""Pause before a refused activation is tried again."""
 MAX_REFUSALS = 3
 _PERMANENT = frozenset({Code.RESOURCE_EXHAUSTED, Code.INVALID_ARGUMENT})
-"""Codes of refused switch-ins that will be refused again."""
+"""Codes of refusals that would occur again at every try."""
 RETRY_PAUSE_S = 0.5
 """Pause before an operation whose permit came back unused is permitted again."""
 BUSY_FACTOR = 4
-"""Times the usual number of mutations, after which a state is sealed between two operations."""
+"""A deployment that never idles is sealed between two operations after this many times `seal_every`
+mutations."""
 
 
 def dispatch(step: Step) -> None:
-    """Give every device that the step has touched its next operations, if any may begin."""
+    """Start the next operations on every device that the step has touched."""
     _record_ready(step)
+    # Starting one deployment may dirty devices of others. The smallest goes first, so that the
+    # order does not depend on the iteration order of a set.
     while step.dirty:
         device_ref = min(step.dirty)
         step.dirty.remove(device_ref)
         name, index = device_ref
         node = step.state.nodes[name]
-        # A node may have come back with fewer devices.
+        # A restarted node may have fewer devices than before.
         if node.is_up and index < len(node.devices):
             slot = devices.slot(step.state, name, index)
             _dispatch(step, slot)
@@ -67,7 +72,6 @@ def dispatch(step: Step) -> None:
 
 
 def _record_ready(step: Step) -> None:
-    """Note on their devices which of the touched deployments have a ready operation."""
     for name in sorted(step.touched):
         deployment = step.state.deployments.get(name)
         if deployment is None:
@@ -97,7 +101,8 @@ def _dispatch(step: Step, slot: Slot) -> None:
 
 
 def _next_claimant(step: Step, slot: Slot) -> Deployment | None:
-    """The deployment that has claimed the device. A claim of one that cannot run is dropped."""
+    """Return the deployment whose claim on the device is first, after dropping claims of
+    deployments that cannot run."""
     while (deployment := devices.claimant(step, slot)) is not None:
         if ready.first(step, deployment) is not None:
             return deployment
@@ -107,9 +112,10 @@ def _next_claimant(step: Step, slot: Slot) -> Deployment | None:
 
 
 def _start(step: Step, deployment: Deployment) -> None:
-    """Run what a deployment has, or claim its devices where not all that it needs are free."""
+    """Run the ready operations of a deployment, or claim its devices if some that it needs are
+    taken."""
     slots = devices.slots_of(step, deployment)
-    # A lone rank's device is the one on which the deployment was chosen: it is free.
+    # A single rank's only device is the one that the deployment was just chosen for.
     taken_ranks = _taken_ranks(step, deployment, slots) if len(slots) > 1 else []
     ops = _batch(step, deployment)
     if taken_ranks:
@@ -123,16 +129,17 @@ def _start(step: Step, deployment: Deployment) -> None:
     if not deployment.activation.epoch:
         _open(step, deployment)
     elif seals.is_due(step, deployment, times=BUSY_FACTOR) and not taken_ranks:
-        # It is never displaced and never idle: its log must not grow for ever.
+        # It is never displaced and never idle, so nothing else would bound its log.
         seals.seal(step, deployment)
     if deployment.activation.opening_on:
+        # The devices are reserved. The permits follow when the last node has opened.
         devices.use(step, deployment, slots)
         return
     _permit(step, deployment, ops, slots)
 
 
 def _taken_ranks(step: Step, deployment: Deployment, slots: list[Slot]) -> list[int]:
-    """The ranks whose devices run something, or are claimed by others."""
+    """Ranks whose devices are running something or are claimed by other deployments."""
     return [
         rank
         for rank, slot in enumerate(slots)
@@ -141,7 +148,7 @@ def _taken_ranks(step: Step, deployment: Deployment, slots: list[Slot]) -> list[
 
 
 def _start_neighbour(step: Step, deployment: Deployment) -> None:
-    """Run what a deployment has, beside others on its device: it has its share already."""
+    """Run a deployment next to others on its device. It has its share already."""
     if not deployment.activation.epoch:
         _open(step, deployment)
     elif seals.is_due(step, deployment, times=BUSY_FACTOR):
@@ -154,11 +161,11 @@ def _batch(step: Step, deployment: Deployment) -> list[Op]:
 
 
 def _continue(step: Step, deployment: Deployment) -> None:
-    """Run more of the deployment that holds a device, or what its activation was opened for."""
+    """Run more operations of a deployment that holds its devices."""
     if deployment.activation.running:
         _join(step, deployment)
     elif not deployment.activation.opening_on:
-        # The activation is open on all nodes now: run what it was opened for.
+        # The activation is now open on all nodes, so its operations can run.
         ops = _batch(step, deployment)
         _permit(step, deployment, ops, devices.slots_of(step, deployment))
         if not ops:
@@ -167,7 +174,7 @@ def _continue(step: Step, deployment: Deployment) -> None:
 
 
 def _join(step: Step, deployment: Deployment) -> None:
-    """Reading operations may begin beside those of their deployment that run."""
+    """Let reading operations join those of their deployment that are running."""
     room = step.config.max_reading - len(deployment.activation.running)
     slots = devices.slots_of(step, deployment)
     if room <= 0 or deployment.name not in slots[0].ready:
@@ -182,7 +189,7 @@ def _join(step: Step, deployment: Deployment) -> None:
 
 
 def _must_drain(step: Step, slot: Slot, deployment: Deployment) -> bool:
-    """Whether what runs in a slot must drain, because others go next."""
+    """Whether no more operations may join in this slot because others go next."""
     if devices.claimant(step, slot) is not None:
         return True
     if not choice.is_quantum_over(step, slot.used_since_s):
@@ -212,9 +219,10 @@ def _open_speculatively(step: Step, slot: Slot) -> None:
 
 
 def _open(step: Step, deployment: Deployment, *, is_speculative: bool = False) -> None:
-    """Open an activation on all of its nodes: its epoch is this event's place in the log."""
+    """Open an activation on all nodes of a deployment. Its epoch is the event's log sequence."""
     opening_on = deployment.nodes if len(deployment.wpg.assignments) > 1 else []
     deployment.activation.open(step.sequence, step.now_s, opening_on)
+    # A victim may lie on several of these nodes; it is sealed once, after the last one.
     displaced: list[Deployment] = []
     ranks = tails.ranks_of(deployment)
     for node in step.nodes_of(deployment):
@@ -243,8 +251,11 @@ def _open(step: Step, deployment: Deployment, *, is_speculative: bool = False) -
 
 
 def _displace(step: Step, victim: Deployment, slots: list[Slot]) -> None:
-    """End an activation, unless its tail goes on elsewhere. The state leaves these slots, and stays
-    in others until it must go."""
+    """Switch a deployment out of these slots, and end its activation unless its tail runs on
+    elsewhere.
+
+    Its state stays in its other slots until it must leave them too.
+    """
     if not victim.activation.idle_ranks:
         victim.activation.close()
         speculative.record_displaced(step, victim)
@@ -267,9 +278,9 @@ def _permit_one(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -
     deployment.activation.began(op.key)
     devices.use(step, deployment, slots)
     node = step.node_of(deployment)
-    # A lone rank runs everything itself: there is no other to gather its tail on.
+    # A single rank has no other rank to gather its tail on.
     is_lone = len(slots) == 1
-    # Built here, since one by the names in a dict, as `send` does it, takes twice as long.
+    # Built here and not by `step.send`, whose keyword dict makes it take twice as long.
     permit = Permit(
         id=step.command_id,
         node=node.node,
@@ -294,15 +305,15 @@ def _permit_one(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -
 
 
 def _record_phase(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -> None:
-    """Note an operation that is about to be permitted: it continues a phase, or begins one.
+    """Record that an operation continues the phase of its devices or begins a new one.
 
-    Args: slots: those of its deployment.
+    Args: slots: the slots of the operation's deployment.
     """
     _record_lag(step, deployment, op)
     if deployment.activation.running:
-        return  # It joins others.
+        return  # it joins operations whose phase is recorded
     name, kind = deployment.job_name, ready.kind_of(deployment, op)
-    # What begins beside others leaves the phase of the device to those.
+    # On a shared device only the holder's operations determine the phase.
     phase_slots = [
         s for s in slots if s.running in ("", deployment.name) or not s.share_of(deployment.name)
     ]
@@ -316,9 +327,9 @@ def _record_phase(step: Step, deployment: Deployment, op: Op, slots: list[Slot])
 
 
 def _record_lag(step: Step, deployment: Deployment, op: Op) -> None:
-    """Note for the job that an operation is run for how long it was kept waiting.
+    """Record how long the job that an operation runs for was kept waiting.
 
-    What several operations of a job wait for at once counts as the wait of the first.
+    If several operations of a job wait at the same time, only the first one counts.
     """
     running = deployment.activation.running
     if running and not op.payer:
@@ -335,7 +346,8 @@ def _record_lag(step: Step, deployment: Deployment, op: Op) -> None:
 
 
 def _seal_idle(step: Step, slot: Slot) -> None:
-    """A deployment that nobody displaces is sealed when it has nothing to do."""
+    """Seal idle deployments, which would otherwise keep unsealed changes until something displaces
+    them."""
     for name in slot.resident:
         deployment = step.state.deployments[name]
         is_idle = deployment.wpg.state is WpgState.READY and not deployment.activation.running
@@ -344,7 +356,8 @@ def _seal_idle(step: Step, slot: Slot) -> None:
 
 
 def opened(step: Step, event: ActivationOpened) -> None:
-    """A node has switched its part in; after the last one of several the permits follow."""
+    """Record that a node has opened its part of an activation; the last of several parts lets
+    permits follow."""
     deployment = step.deployment(event.deployment)
     if deployment is None:
         return
@@ -358,10 +371,8 @@ def opened(step: Step, event: ActivationOpened) -> None:
 
 
 def refused(step: Step, event: ActivationRefused) -> None:
-    """Try again, after a pause, what a refused activation was opened for.
-
-    An operation whose activation was refused too often is given up.
-    """
+    """Retry a refused activation after a pause, or end its operations after `MAX_REFUSALS`
+    refusals."""
     ops = _close_refused(step, event)
     deployment = step.deployment(event.deployment)
     if deployment is None:
@@ -392,9 +403,9 @@ def _switch_in_error(error: ErrorInfo, refusals: int) -> ErrorInfo:
 
 
 def returned(step: Step, event: PermitReturned) -> None:
-    """Give a permit that came back unused again, after a pause.
+    """Permit an operation again, after a pause, if its permit came back unused.
 
-    It is given as often as it takes, since a node that is away may come back.
+    There is no limit to the tries: the node that the operation needs may be away and come back.
     """
     deployment = step.deployment_of(event.key)
     if deployment is None or event.incarnation != deployment.wpg.incarnation:
@@ -417,10 +428,13 @@ def _retry_at(step: Step, deployment: Deployment, retry_at_s: float) -> None:
 
 
 def _close_refused(step: Step, event: ActivationRefused) -> list[Op]:
-    """Close an activation that one of its nodes has refused; returns what it was opened for.
+    """Close an activation that one of its nodes has refused.
 
-    What it should have displaced may be on the devices still: it stays noted there, without an
-    activation, so that the next one displaces it again (harmless where it is gone).
+    The deployments that it should have displaced may still be on the devices. They are recorded
+    there again, without an activation, so that the next activation displaces them. This is harmless
+    if they are gone.
+
+    Returns: the operations that the activation was opened for.
     """
     deployment = step.deployment(event.deployment)
     if deployment is None or deployment.activation.epoch != event.epoch:
@@ -439,7 +453,8 @@ def _close_refused(step: Step, event: ActivationRefused) -> list[Op]:
 
 
 def _intended_ops(step: Step, deployment: Deployment) -> list[Op]:
-    """Operations that have a permit, or would get one once all of their nodes were ready."""
+    """Operations that have a permit, or would get one as soon as the activation is open on all
+    nodes."""
     if deployment.activation.running:
         ops = [deployment.queue.find(key) for key in deployment.activation.running]
         return [op for op in ops if op is not None and op.state is OpState.PERMITTED]

@@ -1,8 +1,11 @@
-"""Seals, and the purge floor.
+"""Seals and the purge floor.
 
-The *purge floor* of a deployment is the seq up to which its stored operations are not needed any
-more. It is the seq of its newest committed seal, or less while a `publish_weights` under that made
-a version that is needed and is not yet as durable as the seal.
+A seal is a committed copy of a deployment's whole state at a `seq`. After a loss the deployment is
+rebuilt from its newest seal, and the operations after it are replayed.
+
+The *purge floor* is the `seq` up to which a deployment's stored operations can be deleted. It is
+the `seq` of the newest seal, unless a weights version published before it is still needed and not
+yet as durable as the seal: replaying that publish must remain possible.
 """
 
 from __future__ import annotations
@@ -22,21 +25,19 @@ from phaseloom.scheduler.core.state.transitions import JOB_ENDED, WpgState
 from phaseloom.scheduler.core.state.tree import State
 
 NUM_REMOTE_COPIES = 2
-"""Copies of each part of a `remote` seal, the one on the deployment's own node included."""
+"""Copies of each part of a `remote` seal, including the one on the deployment's own node."""
 _GRADIENT_FREE = frozenset({"optim_step", "publish_weights"})
 
 
 def record_mutation(step: Step, deployment: Deployment, op: Op) -> None:
-    """Note that a mutating operation of a deployment took effect.
-
-    Weights versions and stored operations that nothing needs after it are dropped.
-    """
+    """Record the effect of a mutating operation, and drop versions and operations that it made
+    unnecessary."""
     gradients.took_effect(deployment, op)
     if op.kind == "publish_weights":
         retention.record_published(step, deployment, op)
     elif op.kind == "sync_weights":
         deployment.durability.hold(op.version)
-        # A sync replaces the whole state: no operation before it is needed to rebuild that.
+        # A sync replaces the whole state, so a rebuild needs no operation before it.
         if not retention.volatile_versions(step, deployment) and not deployment.queue.snapshots:
             delete_operations(step, deployment, deployment.durability.forget_before_last())
         retention.release_versions(step, step.job_of(deployment))
@@ -45,10 +46,10 @@ def record_mutation(step: Step, deployment: Deployment, op: Op) -> None:
 
 
 def is_outcome_needed(state: State, key: OperationKey) -> bool:
-    """Whether the outcome of an operation that ended long ago must still be kept.
+    """Whether the stored outcome of an operation that ended long ago must be kept.
 
-    A rebuild compares the outcomes of the operations that it runs again with the stored ones. An
-    `attach` tells by stored outcomes which seqs are gaps.
+    A rebuild compares replayed operations with their stored outcomes. An `attach` finds gaps among
+    the seqs by the stored outcomes.
     """
     deployment = state.deployments.get(key.deployment_name)
     if deployment is None or key.seq is None:
@@ -60,11 +61,10 @@ def is_outcome_needed(state: State, key: OperationKey) -> bool:
 
 
 def is_due(step: Step, deployment: Deployment, times: int = 1) -> bool:
-    """Whether to seal now: enough has changed since the last seal, and no gradients are pending.
+    """Whether to seal the deployment now: enough has changed, and a seal may be made.
 
-    Args: times: factor on the number of mutations that make a seal due. It is 1 where the state
-              leaves its device anyway, when a seal costs least, and higher elsewhere. It does not
-              apply to the limits on bytes and on age.
+    Args: times: factor on `seal_every`. It is 1 when the state leaves its device anyway, because a
+              seal is cheapest then, and higher otherwise. The limits on bytes and age ignore it.
     """
     config, durability = step.config, deployment.durability
     may_seal = config.seal_every > 0 and durability.since_seal > 0
@@ -76,20 +76,20 @@ def is_due(step: Step, deployment: Deployment, times: int = 1) -> bool:
     return (
         has_enough
         and not durability.sealing
-        # A state that is being saved may have to be made again, from the seal before it.
+        # If the save fails, the saved state is rebuilt from the seal before it.
         and not deployment.queue.snapshots
         and not deployment.is_on_its_way
         and not durability.replay
         and durability.last_kind in _GRADIENT_FREE
-        # A refused step throws gradients away: a seal must not bring them back.
+        # A refused step discards gradients; a seal with them would bring them back.
         and not gradients.pending(deployment)
     )
 
 
 def seal(step: Step, deployment: Deployment) -> None:
-    """Ask every node of a deployment to seal its part of the state as it is now.
+    """Have every node of a deployment seal its part of the current state.
 
-    A `remote` seal is skipped, and people are told so, where too few nodes can take copies of it.
+    A `remote` seal is skipped, with a notice, if too few nodes can keep copies.
     """
     durability = step.job_of(deployment).spec.durability
     replicas = _choose_replicas(step, deployment) if durability is Durability.REMOTE else {}
@@ -97,7 +97,7 @@ def seal(step: Step, deployment: Deployment) -> None:
         step.notify("not sealed", "no other node is there to keep a copy of it", deployment.name)
         deployment.durability.skip_seal()
         return
-    # Should the seal come to nothing, they may have a part of it all the same.
+    # These nodes may keep a part even if the seal as a whole fails.
     copy_nodes = [name for copies in replicas.values() for name in copies]
     deployment.move.keep([*deployment.move.stale_holders, *copy_nodes])
     deployment.durability.seal()
@@ -118,9 +118,10 @@ def seal(step: Step, deployment: Deployment) -> None:
 
 
 def committed(step: Step, event: SealCommitted) -> None:
-    """Note that a node has its part of a seal on disk; the last part completes the seal.
+    """Record that a node has committed its part of a seal. The last part completes the seal.
 
-    With the seal, stored operations and weights versions are dropped that are not needed any more.
+    A complete seal makes older stored operations and weights versions unnecessary; they are
+    dropped.
     """
     deployment = step.deployment(event.deployment)
     if deployment is None or event.node not in deployment.nodes:
@@ -141,19 +142,17 @@ def committed(step: Step, event: SealCommitted) -> None:
 
 
 def _review_copies(step: Step) -> None:
-    """Look again at the nodes that are to be left: the copies that count on them may have changed.
-
-    Nothing is done where no node is to be left.
-    """
+    """Look again at the nodes that are being vacated: copies that depend on them may have
+    changed."""
     if step.state.closing:
         step.follow_up(FollowUp.PLACE)
 
 
 def _record_part(deployment: Deployment, event: SealCommitted) -> list[int] | None:
-    """Note a node's part of the seal that was asked for last.
+    """Record a node's part of the seal that was requested last.
 
-    Returns: the seqs of the weights versions that are durable with the whole seal; None while parts
-             are missing, or where the part belongs to another seal.
+    Returns: seqs of the weights versions that are durable with the whole seal. None if parts are
+             missing, or if the part belongs to another seal.
     """
     if len(deployment.wpg.assignments) == 1:
         return event.versions
@@ -169,10 +168,10 @@ def _record_part(deployment: Deployment, event: SealCommitted) -> list[int] | No
 def _record_replicas(
     step: Step, deployment: Deployment, event: SealCommitted, versions: list[int]
 ) -> None:
-    """Note which nodes have a deployment's new seal.
+    """Record which nodes have the new seal.
 
-    Nodes that have only the seal before it become stale holders, except those that the deployment
-    is about to move to.
+    Nodes that only have the previous seal become stale holders, except those that the deployment is
+    moving to.
     """
     previous = holders.copy_nodes(deployment)
     parts = (
@@ -180,7 +179,7 @@ def _record_replicas(
         if len(deployment.wpg.assignments) > 1
         else {event.node: event.copies}
     )
-    # A part that was noted by a core that knew of no copies has none.
+    # A node that is gone for good cannot serve its copy.
     gone_nodes = {name for name, leave in step.state.closing.items() if leave.why is Closing.GONE}
     replicas = [
         [node, *(copy for copy in parts.get(node, []) if copy not in gone_nodes)]
@@ -188,19 +187,19 @@ def _record_replicas(
     ]
     deployment.durability.sealed(event.seq, versions, replicas)
     for node in sorted(gone_nodes & {copy for copies in parts.values() for copy in copies}):
-        holders.forget_at(step, deployment, node)  # in case the node comes back all the same
+        holders.forget_at(step, deployment, node)  # in case it returns after all
     current_nodes = {node for part in deployment.durability.replicas for node in part}
     current_nodes.update(holders.move_targets(deployment))
     deployment.move.keep([*deployment.move.stale_holders, *previous], but=current_nodes)
 
 
 def sources(step: Step, deployment: Deployment, index: int, *, but: NodeId) -> list[str]:
-    """Endpoints of the state managers that may have this part of a seal, or the versions needed.
+    """Endpoints of state managers that may have a part of a seal or the needed weights versions.
 
-    Nodes that are down are left out, and nodes that only have another part of the seal, which goes
-    by the same name.
+    Nodes that are down are left out. So are nodes with only another part of the seal: all parts
+    have the same name, so such a node would send the wrong one.
 
-    Args: but: a node that is left out: the one that fetches.
+    Args: but: the node that fetches, which is left out.
     """
     part_nodes = holders.nodes_with_part(deployment, index)
     parts = range(len(deployment.wpg.assignments))
@@ -222,16 +221,16 @@ def sources(step: Step, deployment: Deployment, index: int, *, but: NodeId) -> l
 
 
 def _choose_replicas(step: Step, deployment: Deployment) -> dict[NodeId, dict[NodeId, str]] | None:
-    """For each node of a deployment, the other node (with its endpoint) that copies its part.
+    """Choose, for each node of a deployment, another node to copy its part of the seal.
 
-    Returns: None where too few nodes can take a copy.
+    Returns: node → {copying node: its endpoint}. None if too few nodes can take a copy.
     """
     move_targets = holders.move_targets(deployment)
     names = holders.copy_candidates(step, deployment)
     remaining = [name for name in names if name not in move_targets]
     chosen: dict[NodeId, dict[NodeId, str]] = {}
     for index, node in enumerate(deployment.nodes):
-        # A node that the deployment is moving to gets the part that it is to run.
+        # If the deployment is moving, each new node copies the part that it will run.
         name = move_targets[index] if len(move_targets) == len(deployment.wpg.assignments) else None
         if name is None or name not in names:
             if not remaining:
@@ -242,28 +241,28 @@ def _choose_replicas(step: Step, deployment: Deployment) -> dict[NodeId, dict[No
 
 
 def failed(step: Step, event: SealFailed) -> None:
-    """Note that a node could not seal its part of the state: the previous seal stands."""
+    """Record that a node could not seal its part. The previous seal remains the newest one."""
     deployment = step.deployment(event.deployment)
     if deployment is None or event.node not in deployment.nodes:
         return
     step.notify("seal failed, the previous one stands", event.error.message, deployment.name)
     if event.seq != deployment.durability.seal_asked:
-        return  # this seal is given up already, since another node failed first
+        return  # another node failed first, and this seal was given up then
     deployment.durability.seal_failed()
     _review_copies(step)
 
 
 def _purge_floor(step: Step, deployment: Deployment) -> int:
-    """The purge floor of a deployment: a seq; see the module."""
+    """The purge floor of a deployment, as a seq; see the module."""
     pending = retention.volatile_versions(step, deployment)
-    # An incarnation that is being rebuilt needs every operation after the seal it began with.
+    # A rebuild needs every operation after the seal that it started from, which may be older.
     is_rebuilding = deployment.wpg.state in (WpgState.STARTING, WpgState.RECOVERING)
     sealed = deployment.wpg.base if is_rebuilding else deployment.durability.seal_seq
     return min([sealed, *[seq - 1 for seq in pending]])
 
 
 def delete_operations(step: Step, deployment: Deployment, seqs: list[int]) -> None:
-    """Have the stored operations of a deployment that have these seqs deleted."""
+    """Delete these seqs of a deployment from the operation stream."""
     if seqs:
         key = deployment.key
         keys = [OperationKey(key.tenant, key.job, key.deployment, str(seq)) for seq in seqs]
