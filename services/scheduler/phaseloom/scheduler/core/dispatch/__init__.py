@@ -1,4 +1,4 @@
-"""The next operations of a device: readiness, choice, permits, speculative switch-in.
+"""The next operations of each device: readiness, choice, permits.
 
-Called by the core's door at the end of each step; `explain` tells people.
+`core.Core.step` calls `dispatch` at the end of each step. `explain` describes its decisions.
 """

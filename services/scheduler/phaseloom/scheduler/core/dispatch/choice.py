@@ -1,32 +1,29 @@
-"""The choice on a device: the holder's quantum first, then the ordering policy.
+"""The choice of the next deployment on a free device.
 
-A deployment over several devices is chosen only where it would be chosen on each of them (gang
-scheduling), so that the jobs beside it are served as fairly as on a device of their own. Choices on
-several devices may miss each other for ever: once the deployment has waited for `GANG_TIMEOUT`
-quanta, being chosen on one device is enough. Being chosen is a claim on all of its devices at once,
-and claims are in one order on every device: nothing deadlocks.
+**Idle hold.** The job that used a device last is its *holder*. The operations of one phase should
+not pay for switches in between, so the holder goes first for a quantum. Without this rule the next
+operation of a job that submits serially would lose to every operation that has waited longer, a
+weakness of PlexRL's HRRS. If the holder has nothing ready, other jobs wait for the idle grace, in
+which its controller can answer and continue. The grace ends early if the holder has said that its
+next operation here comes after work elsewhere. If the profiler knows the usual gap before the next
+operation, the wait lasts until that operation is overdue, or is skipped because the gap is too
+long.
 
-The view of a free device that ordering policies get: its candidates, and who is expected.
+A declared phase keeps the device beyond the grace, for up to `phase_hold_s` but within the quantum.
+It ends when the controller ends it (then there is no grace either), is lost, or is succeeded by
+another. It is only a hint: a dead or waiting controller blocks nobody. Nothing starves, because
+other jobs go first after a quantum. A quantum of 0 leaves the order to the policy.
 
-Cost: O(candidates), and for round robin O(jobs of the device).
+**Choice.** Among the admitted operations the ordering policy decides. It sees a view of the device:
+the candidates, the holder's expected return, and for round robin the order of the jobs.
 
-The idle hold: how long a device is kept for the job that used it last, its *holder*.
+**Several devices.** A deployment over several devices is chosen only if every one of them would
+choose it (gang scheduling), so that its neighbours are served as fairly as on a device of their
+own. Choices on several devices can stay out of phase indefinitely. So after `GANG_TIMEOUT` quanta
+it is enough to be chosen on one. The chosen deployment claims all of its devices at once, and every
+device queues claims in the same order, so there is no deadlock.
 
-The parts of one phase should cost no switch between them. While the holder has ready operations
-they go first, for a quantum: the next operation of a job that submits serially has not waited yet
-and would lose against anyone who has (PlexRL's HRRS has that weakness). While it has none, another
-job's operation waits for the idle grace, the time in which the holder's controller may answer and
-go on. That wait ends early when the holder has said that its next work here comes after work
-elsewhere; where the profiler knows when the next operation usually comes, the wait lasts until that
-is overdue, or is not begun.
-
-A phase that the controller declared keeps the device past the grace: up to the hold of the
-configuration, never past the quantum, and not after the controller ended it (then there is no
-grace either), was lost or was followed by another. It is a hint: a dead or waiting controller
-blocks nobody.
-
-Nothing starves: when a quantum ends, others go first. A quantum of 0 leaves the order to the policy
-alone.
+Cost: linear in the candidates, and for round robin in the jobs of the device.
 """
 
 from __future__ import annotations
@@ -59,24 +56,24 @@ GANG_TIMEOUT = 2.0
 LEAST_GANG_TIMEOUT_S = 1.0
 NEVER_S = float("inf")
 ABSENCE_TIMEOUT = 2.0
-"""Quanta for which a job of which no period is known is waited for after its last operation."""
+"""Quanta for which a job without a known period is waited for after its last operation."""
 Option = tuple[Deployment, Op]
 _AT_WORK = frozenset({JobState.PLACED, JobState.PROFILING, JobState.ACTIVE})
 MAX_GRACES = 2.0
-"""Times the idle grace: an operation known to come later than that is not waited for at all."""
+"""Multiple of the idle grace. A longer usual gap is not waited for at all."""
 OVERDUE = 1.5
-"""Times its usual gap: an operation that has not come by then is not waited for any longer."""
+"""Multiple of the usual gap. An operation that has not come by then is no longer waited for."""
 
 
 class Contenders(NamedTuple):
-    """The operations of one device among which the policy chooses."""
+    """The operations of a device among which the policy chooses."""
 
     options: list[Option]
-    """The operations that are let in now; the policy chooses among them."""
+    """Admitted operations: the policy chooses among these."""
     rest: list[Option]
-    """The holder's operations after its quantum: they go on if no other operation can begin."""
+    """The holder's operations after its quantum. They run if none of `options` can start."""
     lets_in_s: float
-    """When the operations of other jobs are let in."""
+    """When the operations of other jobs are admitted."""
     may_wait: bool = True
     """Whether the policy may leave the device idle."""
 
@@ -89,10 +86,10 @@ def policy_of(step: Step) -> Ordering:
 
 
 def choose(step: Step, slot: Slot) -> tuple[Deployment | None, float]:
-    """Choose the deployment whose operation begins next in a free slot.
+    """Choose the deployment whose operation starts next in a free slot.
 
-    Returns: the deployment, or None and the time at which to look again (`NEVER_S`: at the next
-    event).
+    Returns: the deployment, or None with the time at which to look again (`NEVER_S`: at the next
+             event).
     """
     among = contenders_on(step, slot)
     again_s, may_wait = among.lets_in_s, among.may_wait
@@ -109,17 +106,19 @@ def choose(step: Step, slot: Slot) -> tuple[Deployment | None, float]:
             again_s = min(again_s, until_s)
             if policy_of(step).is_strict:
                 return None, again_s
-            # This one is ready but cannot begin: the policy need not wait for anything to come.
+            # This deployment is ready but cannot start elsewhere yet. The policy must not leave the
+            # device idle for another reason meanwhile.
             may_wait = False
             options = [option for option in options if option[0] is not deployment]
     return None, again_s
 
 
 def contenders_on(step: Step, slot: Slot) -> Contenders:
-    """The operations among which the policy chooses: for a quantum the holder's, then others'.
+    """Return the operations among which the policy chooses: the holder's for a quantum, then the
+    others'.
 
-    A policy that may wait says itself when the holder gives the device away: for such a policy the
-    quantum is only the least time of the holder.
+    A policy that may wait decides itself when the holder gives the device away. For it the quantum
+    is only the holder's minimum time.
     """
     if not slot.ready:
         return NO_CONTENDERS
@@ -141,14 +140,14 @@ def contenders_on(step: Step, slot: Slot) -> Contenders:
 
 
 def _after_quantum(step: Step, slot: Slot, options: list[Option]) -> list[Option]:
-    """The options without the deployment whose quantum is over, if its job has others."""
+    """The options without the deployment whose quantum is over, if its job has other options."""
     if len(options) > 1 and step.config.quantum_s and is_quantum_over(step, slot.used_since_s):
         return [o for o in options if o[0].name != slot.used_by] or options
     return options
 
 
 def _elsewhere_s(step: Step, slot: Slot, deployment: Deployment, op: Op) -> float:
-    """The time from which a deployment may claim its other devices; a past time: now."""
+    """When a deployment may claim its other devices; a time in the past means now."""
     slots = devices.slots_of(step, deployment)
     if len(slots) == 1:
         return 0.0
@@ -173,7 +172,8 @@ def _gang_timeout_s(step: Step, deployment: Deployment) -> float:
     least_s = max(GANG_TIMEOUT * step.config.quantum_s, LEAST_GANG_TIMEOUT_S)
     if not policy_of(step).is_strict:
         return least_s
-    # It waits for a round of all that it could meet: sooner, it would break the order.
+    # Under a strict order it waits for one round of every job that it shares a device or group
+    # with; starting sooner would break the order.
     neighbours = {name for slot in devices.slots_of(step, deployment) for name in slot.placed}
     jobs = {step.state.deployments[name].job_name for name in neighbours}
     group = step.state.cluster.groups.get(step.state.cluster.placed.get(deployment.job_name, ""))
@@ -183,7 +183,7 @@ def _gang_timeout_s(step: Step, deployment: Deployment) -> float:
 
 
 def prefer(step: Step, slot: Slot, options: list[Option], *, may_wait: bool) -> Option | Wait:
-    """Ask the ordering policy about a free slot."""
+    """Ask the ordering policy for the next option on a free slot."""
     policy = policy_of(step)
     if len(options) == 1 and not (may_wait and _has_alternative(step, slot, options[0], policy)):
         return options[0]
@@ -201,8 +201,12 @@ def view_of(
     may_wait: bool,
     is_plan: bool = False,
 ) -> DeviceView:
-    """Args: options: at least one. may_wait: whether the policy may, where it ever does.
-    is_plan: whether what the options take is asked for though the policy does not weigh it."""
+    """Make the view of a device that an ordering policy gets.
+
+    Args: options: at least one.
+          may_wait: whether waiting is allowed here, for a policy that ever waits.
+          is_plan: whether to estimate durations even if the policy does not use them.
+    """
     present = candidate_of if policy.weighs or is_plan else _unweighed
     return DeviceView(
         now_s=step.now_s,
@@ -233,7 +237,7 @@ def candidate_of(step: Step, slot: Slot, deployment: Deployment, op: Op) -> Cand
 
 
 def _unweighed(step: Step, slot: Slot, deployment: Deployment, op: Op) -> Candidate:
-    """A candidate without durations and slack, for policies that do not weigh them."""
+    """A candidate without durations and slack, for policies that ignore them."""
     return Candidate(
         operation=str(op.key),
         deployment=deployment.name,
@@ -248,7 +252,7 @@ def _unweighed(step: Step, slot: Slot, deployment: Deployment, op: Op) -> Candid
 
 
 def _back_s(step: Step, slot: Slot, newcomer: Deployment) -> float:
-    """The dearest switch back of what the newcomer displaces of the holder."""
+    """Time of the longest switch back, if the newcomer displaces deployments of the holder."""
     if newcomer.activation.epoch or newcomer.job_name == slot.holder:
         return 0.0
     leaving = [d for d in devices.victims(step, slot, newcomer) if d.job_name == slot.holder]
@@ -275,7 +279,7 @@ def _is_alive(job: Job) -> bool:
 
 
 def _has_alternative(step: Step, slot: Slot, option: Option, policy: Ordering) -> bool:
-    """Whether a policy could leave the device idle rather than run the only option."""
+    """Whether a policy could leave the device idle although there is one option."""
     if not policy.may_wait:
         return False
     if policy.is_strict:
@@ -289,9 +293,10 @@ def _has_alternative(step: Step, slot: Slot, option: Option, policy: Ordering) -
 
 
 def _members(step: Step, slot: Slot, options: Sequence[Option], may_wait: bool) -> list[Member]:
-    """The jobs of the device by their next round-robin positions on it.
+    """The jobs of the device in round-robin order.
 
-    Where the policy may wait, up to the first that has an option: it looks at none behind it.
+    If the policy may wait, the list ends with the first job that has an option: the policy looks no
+    further.
     """
     by_job: dict[str, list[Deployment]] = {}
     for name in slot.placed:
@@ -314,12 +319,12 @@ def _members(step: Step, slot: Slot, options: Sequence[Option], may_wait: bool) 
 def _awaited_until_s(
     step: Step, name: str, by_job: dict[str, list[Deployment]], since_s: float
 ) -> float:
-    """Until when a job that has nothing ready on a device is waited for; a past time: not at all.
+    """Until when to wait for a job with nothing ready on a device; a past time means not at all.
 
-    A job that is busy on other devices is waited for during one round at most: two devices whose
-    orders differ could wait for each other.
+    A job that is busy on other devices is waited for during one round at most. Otherwise two
+    devices with different orders could wait for each other.
 
-    Args: here: the deployments of each job of the device. since_s: when the waiting began.
+    Args: by_job: the deployments of each job of the device. since_s: when the wait began.
     """
     job = step.state.jobs[name]
     if not _is_alive(job) or all(d.wpg.state is not WpgState.READY for d in by_job[name]):
@@ -334,12 +339,13 @@ def _awaited_until_s(
 
 
 def is_quantum_over(step: Step, since_s: float) -> bool:
-    # As its timer is set: a difference of the two may round to less.
+    """Whether a quantum has passed since a time."""
+    # Computed like the time of its timer. The difference now_s - since_s may round to less.
     return step.now_s >= since_s + step.config.quantum_s
 
 
 def held_until_s(step: Step, slot: Slot) -> float:
-    """The time until which a device is kept for a holder with nothing ready; 0: it is not kept."""
+    """Until when a device is kept for a holder with nothing ready; 0: it is not kept."""
     job = step.state.jobs.get(slot.holder)
     if job is None or job.state in JOB_ENDED or not job.controller.is_attached or slot.is_released:
         return 0.0
@@ -364,7 +370,7 @@ def _grace_until_s(step: Step, slot: Slot, job: Job) -> float:
 
 
 def declare_phase(step: Step, event: PhaseDeclared) -> None:
-    """Open or close the phase that a controller declared on a pool; older sessions have no say."""
+    """Open or close the phase that a controller declared on a pool. Older sessions are ignored."""
     job = step.state.jobs.get(str(event.job))
     if job is None or job.state in JOB_ENDED or event.session != job.controller.session:
         return

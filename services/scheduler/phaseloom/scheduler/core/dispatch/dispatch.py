@@ -6,8 +6,8 @@ operations together. Waiting reading operations may join running ones. They stop
 the running ones drain, in three cases: a mutating operation is next in order, another deployment
 has claimed one of the devices, or the quantum is over and another deployment waits.
 
-`choice` decides what runs next on a free device and how long the device is kept for its holder.
-`speculative` decides what is switched in before its operation arrives.
+`choice` decides which deployment runs next on a free device, and how long the device is kept for
+its holder. `speculative` switches deployments in before their operations arrive.
 
 A deployment with several ranks needs one device per rank, on one node or on several, and takes all
 of them at once. If it is chosen while some are busy, it claims them all: nothing else starts on the
@@ -189,7 +189,7 @@ def _join(step: Step, deployment: Deployment) -> None:
 
 
 def _must_drain(step: Step, slot: Slot, deployment: Deployment) -> bool:
-    """Whether no more operations may join in this slot because others go next."""
+    """Whether the running operations must drain because another deployment goes next."""
     if devices.claimant(step, slot) is not None:
         return True
     if not choice.is_quantum_over(step, slot.used_since_s):

@@ -1,16 +1,16 @@
-"""Ready operations: those of a deployment that wait for nothing but a device.
+"""Ready operations, and the phases that they belong to.
 
-Of the ordered ones that is the mutating one at `head_seq`, or the reading ones from there up to the
-first mutating one or gap; of the unordered ones every one. An operation counts once what it names
-in `after` is done, while its WPG is up.
-Cost: O(operations looked at); a device knows by name which of its deployments have any.
+An operation is ready if it waits for nothing but a device: its WPG is up, and everything that it
+names in `after` has completed. Among the ordered operations of a deployment these are the mutating
+one at `head_seq`, or all reading ones from there up to the next mutating one or gap. Unordered
+operations do not wait for each other.
 
-Phases as a device sees them, and how much its jobs have been kept waiting.
+A phase is a run of operations of one job on one device in which no kind occurs twice. If the
+controller declared a phase, it lasts until the controller ends it, but at most one cycle. A phase
+may continue while the job has kinds that have not run yet and its next operation is predicted soon.
+Some ordering policies serve whole phases.
 
-A phase is a run of the operations of one job on one device in which no kind comes twice; where the
-controller declared it, it lasts until that ends it, at most a cycle. It may go on while more kinds
-are to come and the next is predicted soon.
-Ordering policies that serve phases go by it. Nothing is decided here.
+Cost: linear in the operations looked at. Each device knows which of its deployments have any.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ from phaseloom.scheduler.core.state.transitions import OpState, WpgState
 from phaseloom.scheduler.core.wpgs import moves
 
 READ_AHEAD = 512
-"""How far above `head_seq` reading operations may run: it bounds the ended ones that are kept, and
-how many are looked at."""
+"""How far above `head_seq` reading operations may run.
+
+This bounds how many ended operations stay in the queue and how many a look at it visits.
+"""
 LONGEST_GAP = 0.05
-"""Share of a job's period: a longer gap is not within a phase. As the profiler splits segments."""
+"""A longer gap, as a share of the job's period, ends a phase. The profiler splits segments the same
+way."""
 
 
 def options_on(
     step: Step, slot: Slot, *, of_job: str | None = None, but_job: str = ""
 ) -> Iterator[tuple[Deployment, Op]]:
-    """Deployments with something to run on the device, each with what it would begin with.
+    """Deployments with something to run on the device, each with its first operation.
 
-    Args: of_job: only this job's. but_job: all but this one's.
+    Args: of_job: only this job's deployments. but_job: all except this job's.
     """
     for name, job in slot.ready.items():
         if job != but_job and of_job in (None, job):
@@ -56,7 +59,7 @@ def is_any_on(step: Step, slot: Slot, *, of_job: str | None = None, but_job: str
 
 
 def operations(step: Step, deployment: Deployment) -> Iterable[Op]:
-    """Ready ones by arrival, whether or not their weights version can be had."""
+    """Ready operations by arrival, even if the weights version that one reads is out of reach."""
     activation, queue = deployment.activation, deployment.queue
     if activation.retry_at_s > step.now_s or activation.idle_ranks:
         return ()
@@ -74,7 +77,7 @@ def operations(step: Step, deployment: Deployment) -> Iterable[Op]:
 
 
 def first(step: Step, deployment: Deployment) -> Op | None:
-    """The operation that would run first, were the device free."""
+    """The operation that would run first if the device were free."""
     for op in operations(step, deployment):
         if is_reachable(step, deployment, op):
             return op
@@ -82,12 +85,11 @@ def first(step: Step, deployment: Deployment) -> Op | None:
 
 
 def batch(step: Step, deployment: Deployment, room: int) -> list[Op]:
-    """The operations that may run together now: one mutating one, or reading ones by arrival.
+    """Operations that may run together now: one mutating one, or reading ones by arrival.
 
-    Of reading ones that are run for several jobs, where not all have room, each job has as many as
-    another, as far as the first `READ_AHEAD` show it. A reading one that ran while its WPG died
-    runs alone: should it be what kills it, the others do not suffer for it again, and the blame is
-    clear.
+    If reading operations run for several jobs and not all fit, each job gets the same number, as
+    far as the first `READ_AHEAD` of them show. A reading operation that ran when its WPG died runs
+    alone: if it kills the WPG again, no other operation suffers, and the culprit is clear.
     """
     ops: list[Op] = []
     has_payers = False
@@ -104,9 +106,9 @@ def batch(step: Step, deployment: Deployment, room: int) -> list[Op]:
 
 
 def _fair_share(deployment: Deployment, ops: list[Op], room: int) -> list[Op]:
-    """As many of these as there is room for: one of each job after the other, by arrival.
+    """At most `room` of these operations, taking one per job in turn, by arrival.
 
-    What runs of a job on the deployment counts.
+    Running operations of a job on the deployment count towards its turns.
     """
     if len(ops) <= room:
         return ops
@@ -120,7 +122,8 @@ def _fair_share(deployment: Deployment, ops: list[Op], room: int) -> list[Op]:
 
 
 def waits_elsewhere(deployment: Deployment) -> bool:
-    """Whether its next ordered operation is known and comes after others'."""
+    """Whether the next ordered operation of a deployment is known and waits for other
+    deployments."""
     head = deployment.queue.operations.get(deployment.queue.head_seq)
     return head is not None and head.state is OpState.QUEUED and head.eligible_s < 0
 
@@ -131,7 +134,7 @@ def waits_for_device(op: Op) -> bool:
 
 
 def _ordered(deployment: Deployment) -> Iterable[Op]:
-    """Ready operations that have a place in the order: mostly the head alone."""
+    """Ready operations in the deployment's order: usually only the head."""
     queue = deployment.queue
     head = queue.operations.get(queue.head_seq)
     if head is None:
@@ -142,8 +145,7 @@ def _ordered(deployment: Deployment) -> Iterable[Op]:
 
 
 def _reading(deployment: Deployment) -> Iterator[Op]:
-    """Ready operations from the head, which is a reading one, up to the first mutating one or
-    gap."""
+    """Ready reading operations from the head up to the next mutating one or gap."""
     head = deployment.queue.head_seq
     for seq in range(head, head + READ_AHEAD):
         op = deployment.queue.operations.get(seq)
@@ -160,10 +162,10 @@ def _may_begin(deployment: Deployment, op: Op) -> bool:
 
 
 def is_reachable(step: Step, deployment: Deployment, op: Op) -> bool:
-    """Whether the weights version that it reads can be had, as far as is known.
+    """Whether the weights version that an operation reads can be fetched, as far as is known.
 
-    A version lives in the memory of its policy's node and may be gone with it: it is then made
-    again when the policy is rebuilt, unless it is on disk.
+    A version lies in the memory of its policy's node and may be lost with it. Unless it is also on
+    disk, the policy makes it again when it is rebuilt.
     """
     if op.version is None:
         return True
@@ -184,7 +186,8 @@ def _replay_op(step: Step, deployment: Deployment) -> Op:
     mutation = next(
         (m for m in deployment.durability.history if m.seq == seq), Mutation(seq, "save_state")
     )
-    # As old as the oldest that waits for it: whatever comes to the others, it has its turn.
+    # A replay gets the age of the oldest operation that waits for it, so that it is not overtaken
+    # forever by operations of other jobs.
     waiting = [op for op in deployment.queue.operations.values() if not op.has_ended]
     waiting += [op for op in deployment.queue.unordered.values() if not op.has_ended]
     since_s = min((op.queued_s for op in waiting), default=step.now_s)
@@ -202,7 +205,7 @@ def _replay_op(step: Step, deployment: Deployment) -> Op:
 
 
 def has_phase(step: Step, job: Job, slot: Slot) -> bool:
-    """Whether the job's present controller has a phase open on the device's pool."""
+    """Whether the job's current controller has declared a phase on the device's pool."""
     declared = job.controller.phases
     return bool(declared) and declared.get(pool_of(step, slot)) == job.controller.session
 
@@ -213,7 +216,7 @@ def pool_of(step: Step, slot: Slot) -> str:
 
 
 def is_continued(step: Step, slot: Slot, deployment: Deployment, kind: str) -> bool:
-    """Whether an operation of this kind belongs to the phase that the device is in."""
+    """Whether an operation of this kind belongs to the current phase of the device."""
     if slot.phase.job != deployment.job_name:
         return False
     if kind not in slot.phase.kinds:
@@ -232,7 +235,7 @@ def kind_of(deployment: Deployment, op: Op) -> str:
 
 
 def phase_until_s(step: Step, slot: Slot) -> float:
-    """The time until which a phase with nothing ready may go on; 0: it is over."""
+    """Until when a phase without ready operations may still continue; 0: it is over."""
     job = step.state.jobs.get(slot.phase.job)
     if job is None or slot.is_released:
         return 0.0
@@ -248,7 +251,7 @@ def phase_until_s(step: Step, slot: Slot) -> float:
 
 
 def _is_complete(step: Step, slot: Slot) -> bool:
-    """Whether every kind of operation that the job is known to run here has come."""
+    """Whether every kind of operation that the job usually runs on this device has occurred."""
     trace = step.state.traces.get(slot.phase.job)
     if trace is None:
         return True
@@ -259,16 +262,17 @@ def _is_complete(step: Step, slot: Slot) -> bool:
 
 
 def waited_s(step: Step, deployment: Deployment, op: Op) -> float:
-    """Seconds for which other operations kept this one from running."""
+    """Seconds for which other operations have kept this one from running."""
     return max(0.0, step.now_s - max(op.ready_s, deployment.activation.idle_since_s))
 
 
 def slack_s(step: Step, deployment: Deployment, op: Op) -> float:
-    """How much longer the operation may wait before the job that it is run for misses its SLO.
+    """Seconds that an operation may still wait before the job it runs for misses its SLO.
 
-    It counts from the job's first operation: the time that was neither waiting nor switching would
-    have passed alone as well.
-    Returns: inf where it has none.
+    It counts from the job's first operation. Time that was neither waiting nor switching would have
+    passed without other jobs too.
+
+    Returns: inf if the job has no SLO.
     """
     job = step.payer_of(deployment, op)
     if job.spec.slo <= 0:

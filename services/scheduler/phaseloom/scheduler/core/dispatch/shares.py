@@ -1,47 +1,44 @@
-"""Sharing a device in space: what runs beside what, and with how many of its compute units.
+"""Sharing a device in space: which deployments run next to each other, and with how many units.
 
-A deployment that runs has a share of the units of its device. The multiplexing policy says how many
-each of those that run gets, and whether the next one begins beside them. A share shrinks in two
-steps: its rank is asked for units, and they are given on only when it has confirmed that it uses
-them no more, or when nothing of it runs any more. A share grows at once, by units that are free.
-So the shares of a device never overlap, whatever is killed in between: what was asked of a rank
-that is lost is free with the rank.
+A running deployment has a *share* of the compute units of its device. The multiplexing policy says
+how many units each one gets, and whether another deployment may start next to them. A share shrinks
+in two steps. First the rank is asked to give up units. Then, once it has confirmed that it no
+longer uses them or nothing of the deployment runs any longer, they go to others. A share grows at
+once, by free units. So shares never overlap, even if a process is killed in between: units that a
+dead rank was asked for are free because the rank is dead.
 
-Nothing is remembered of what was intended: at each event on a device the shares are compared with
-what the policy wants now.
+No intention is stored. At each event on a device its shares are compared with what the policy wants
+now.
 
-Only a deployment of one rank shares its device, whose state fits beside that of all that runs, and
-whose runtime gives the same bits with any share. A device whose jobs exclude one another's state,
-or that a deployment over several devices waits for, is not shared. Nothing of another job begins
-beside a job that asks to be alone, or where a job that runs would be slower than its SLO, by the
-table of slowdowns. Where placement promises SLOs by what jobs get side by side, it has counted on
-all company that jobs have. The table is corrected by what is seen (`corrections`). Among what could
-begin, the ordering policy says who is next; one that cannot be beside what runs is overtaken only
-until it has waited for a quantum.
-Cost: O(ready deployments of the device), where it has several units and a policy that shares them.
+A deployment shares its device if it has one rank, its state fits next to those of all that run
+there, and its runtime computes the same bits with any share. A device is not shared while its jobs
+exclude each other's state, or a deployment over several devices waits for it. Nothing starts next
+to a job that asks to be alone, or if the table of slowdowns says that it would slow a running job
+beyond its SLO. If placement promises SLOs based on neighbours, jobs get only the neighbours that it
+counted on. Among the deployments that could start, the ordering policy chooses. A deployment that
+does not fit next to the running ones is overtaken until it has waited for a quantum.
 
-The table of slowdowns, corrected by what is seen to be slower beside others than it says.
-
-A table can be wrong: it was measured with another model, on another machine, or without a neighbour
-that there is now. Where it promises too much, operations would run side by side for ever that are
-done sooner in turns, and jobs with an SLO would have company that they cannot stand. So each
-operation that ends is compared with others of its deployment and kind (`state/observed.py`), and
-what is surely slower is believed: policies and the protection of SLOs go by the corrected table.
+**Corrections.** The table of slowdowns can be wrong: it may come from another model, another
+machine or without one of today's neighbours. If it promises too much, operations that would finish
+sooner in turns would run side by side forever, and jobs would miss their SLO. So each finished
+operation is compared with others of its deployment and kind (`state/observed.py`). Policies and the
+protection of SLOs use a corrected table, in which everything is as slow as it has proved to be.
 Sharing that loses then stops by itself. It is tried again after `HELD_FOR` operations.
 
-That needs operations that run alone, to compare with. Where next to none does by itself, because
-all jobs always have work, and as long as it is open whether sharing loses, some are let run alone
-(`shares`), so that at any time there are `ENOUGH_ALONE`.
+The comparison needs operations that run alone. If all jobs always have work, nearly none would. So
+while it is uncertain whether sharing loses, some operations are delayed to run alone, so that there
+are always `ENOUGH_ALONE` of them.
 
-- A device's table is corrected by the deployments that are placed on it, for pairs of kinds of
-  sub-stages. Of what several others were beside nothing is learnt.
-- Nothing is corrected to be faster: what never runs side by side shows no gain, and what does needs
-  none.
-- Where placement promises by the table what jobs get side by side, nothing is corrected: a job that
-  was kept apart, or was found to have other company, would not have what it was promised.
+- The table of a device is corrected for pairs of sub-stage kinds, by the deployments placed on it.
+  Operations with several neighbours teach nothing.
+- Corrections only make entries slower. A pair that never runs side by side shows no gain, and a
+  pair that does needs no correction.
+- Nothing is corrected if placement bases promises on the table. A job would otherwise lose
+  neighbours that it was promised.
 
-Cost: none where no table is configured, or nothing is shared in space; else some additions for each
-change of what runs on a device, and a look at the deployments placed there for each decision.
+Cost: linear in the ready deployments of the device, if it has several units and a policy that
+shares them. Corrections add a few additions per change of what runs, and a look at the placed
+deployments per decision; without a table they cost nothing.
 """
 
 from __future__ import annotations
@@ -90,18 +87,18 @@ from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import OpState, WpgState
 
 MIN_PATIENCE_S = 1.0
-"""For so long at least one that cannot be beside what runs is overtaken, if there is no quantum."""
+"""How long a deployment that does not fit may be overtaken, if there is no quantum."""
 MAX_PREDICTED = 8
-"""The number of a job's next operations that are predicted."""
+"""How many of a job's next operations are predicted."""
 MIN_REMAINING = 0.1
-"""The share of its usual duration that an operation is taken to have left, however long it has
-run."""
+"""An operation is assumed to need at least this share of its usual duration more, however long it
+has run."""
 MIN_RUN_SHARE = 0.5
-"""The part of the time from its permit until its end was known that an operation must have run to
-be counted: the rest is its switch and the way of messages, and nobody knows what ran beside it
-when."""
+"""Minimum share of the time since its permit that an operation must have run to count as an
+observation. During the rest it was being switched in or its messages were in transit, and its
+neighbours are unknown."""
 Pair = tuple[str, str]
-"""A kind of sub-stage, and another one beside it."""
+"""A kind of sub-stage, and the kind that runs next to it."""
 
 
 def policy_of(step: Step) -> Multiplexing:
@@ -113,7 +110,7 @@ def is_on(step: Step, slot: Slot) -> bool:
 
 
 def give_share(step: Step, deployment: Deployment) -> None:
-    """Give a deployment that is about to run alone its share of each device that is shared."""
+    """Give a deployment that is about to run alone its share of each shared device."""
     if not policy_of(step).is_on:
         return
     for slot in devices.held_slots(step.state, deployment):
@@ -129,12 +126,12 @@ def give_share(step: Step, deployment: Deployment) -> None:
 
 
 def units_for(step: Step, deployment: Deployment, slots: list[Slot]) -> list[int]:
-    """The units that a deployment's permits name; none: all of its devices.
+    """The units that a deployment's permits name; empty: all units of its devices.
 
-    One that joins others while its rank is asked for units must not name these: the rank goes by
-    what it was told last.
+    While its rank is asked to give up units, a permit must not name them: the rank follows the
+    newest command.
 
-    Args: slots: those of all of its ranks.
+    Args: slots: the slots of all ranks of the deployment.
     """
     share = slots[0].share_of(deployment.name) if len(slots) == 1 else None
     if share is None:
@@ -144,10 +141,10 @@ def units_for(step: Step, deployment: Deployment, slots: list[Slot]) -> list[int
 
 
 def next_neighbour(step: Step, slot: Slot) -> Deployment | None:
-    """Bring the shares of a slot nearer to what the policy wants.
+    """Bring the shares of a slot closer to what the policy wants.
 
-    Args:    slot: one in which something runs with a share.
-    Returns: a deployment that begins beside the others now; it has its share.
+    Args:    slot: a slot in which something runs with a share.
+    Returns: a deployment to start next to the others now; it has its share already.
     """
     if not is_on(step, slot):
         return None
@@ -168,7 +165,7 @@ def next_neighbour(step: Step, slot: Slot) -> Deployment | None:
 
 
 def record_paces(step: Step, slot: Slot) -> None:
-    """Note how fast all that run in a slot are from now on, by the table as it was measured."""
+    """Record how fast each deployment in a slot runs from now on, by the uncorrected table."""
     table = step.config.slowdowns
     if table is None or not corrects_table(step) or not is_on(step, slot):
         return
@@ -180,14 +177,15 @@ def record_paces(step: Step, slot: Slot) -> None:
         other_stages = filter(None, (*stages[:index], *stages[index + 1 :]))
         neighbours = TOGETHER.join(sorted(other_stages))
         if share.pace is not None and len(share.units) > share.pace.least_units:
-            # Decoding uses more units from the next step on, all else from its next pass, if any.
+            # Decoding uses additional units from its next step on. Everything else uses them from
+            # its next pass, if there is one, so its pace is unknown until then.
             decodes = all(KINDS[kind].shares_calls for kind in claims[index].kinds)
             neighbours = neighbours if decodes else UNKNOWN
         devices.set_pace(share, step.now_s, stages[index], neighbours, speed)
 
 
 def adjusted(step: Step, event: ClaimsAdjusted) -> None:
-    """Take back the units that a rank has given up; the answer to an older question is void."""
+    """Free the units that a rank has given up. An answer to an older command is ignored."""
     deployment = step.deployment(event.deployment)
     if deployment is None or event.incarnation != deployment.wpg.incarnation:
         return
@@ -201,7 +199,10 @@ def adjusted(step: Step, event: ClaimsAdjusted) -> None:
 def _choose_neighbour(
     step: Step, slot: Slot, running: list[Claim]
 ) -> tuple[Deployment, list[int]] | None:
-    """What begins beside all that runs, and the units of each, the newcomer's last."""
+    """Choose a deployment to start next to those that run.
+
+    Returns: the deployment, and the units of each, the newcomer's last.
+    """
     if choice.policy_of(step).is_strict or not _allows_neighbours(step, slot):
         return None
     options = [option for option in ready.options_on(step, slot) if option[0].name not in slot.runs]
@@ -240,19 +241,19 @@ def _is_divisible(step: Step, deployment: Deployment) -> bool:
     if len(deployment.places) != 1 or deployment.wpg.state is not WpgState.READY:
         return False
     capabilities = _capabilities_of(step, deployment)
-    # The ranks of adapters may share a process, and with it the process's cores.
+    # Ranks with adapters may share a process, and cores are assigned to processes.
     return deployment.spec.model.adapter is None and (capabilities is None or capabilities.divides)
 
 
 def _capabilities_of(step: Step, deployment: Deployment) -> Capabilities | None:
-    """What a deployment's runtime can do on its node; None: the node has not told."""
+    """Capabilities of a deployment's runtime on its node; None: the node has not reported them."""
     node = deployment.node
     assert node is not None, deployment.name
     return step.state.cluster.hosts[node].backends.get(deployment.spec.backend)
 
 
 def _fits(step: Step, slot: Slot, newcomer: Deployment) -> bool:
-    """Whether a deployment's state fits on the device beside that of all that runs there."""
+    """Whether a deployment's state fits on the device next to those of all that run there."""
     names = {*slot.runs, newcomer.name}
     used = sum(step.state.deployments[name].wpg.state_bytes for name in names)
     memory_bytes = step.node(slot.node).devices[slot.device].memory_bytes
@@ -260,14 +261,16 @@ def _fits(step: Step, slot: Slot, newcomer: Deployment) -> bool:
 
 
 def _is_excluded(step: Step, newcomer: Deployment, running: list[Claim]) -> bool:
-    """Whether one of two jobs that would be side by side asks to be alone."""
+    """Whether one of the jobs that would run side by side asks to be alone."""
     jobs = {newcomer.job_name, *(claim.job for claim in running)}
     return len(jobs) > 1 and any(step.state.jobs[job].spec.exclusive for job in jobs)
 
 
 def _keeps_slos(step: Step, slot: Slot, claims: list[Claim], counts: list[int]) -> bool:
-    """Whether no job that runs would be slower beside the newcomer, the last, than its SLO allows.
-    The newcomer would wait else, which is slower still."""
+    """Whether all running jobs keep their SLOs next to the newcomer, which is the last claim.
+
+    The newcomer's own SLO does not matter: waiting would be slower still.
+    """
     table = table_of(step, slot)
     if table is None:
         return True
@@ -281,8 +284,11 @@ def _keeps_slos(step: Step, slot: Slot, claims: list[Claim], counts: list[int]) 
 
 
 def _is_kept_apart(step: Step, slot: Slot, running: list[Claim], newcomer: Claim) -> bool:
-    """Whether a newcomer waits for once, so that it is seen how long it takes alone, or how long
-    what runs does, which has been alone so far: as long as it is open whether sharing loses."""
+    """Whether to delay a newcomer once, to observe operations that run alone.
+
+    This is done while it is uncertain whether sharing loses. It shows how long the newcomer takes
+    alone, or how long the running deployment takes if it has had no neighbour yet.
+    """
     if len(running) > 1:
         return False
     compared = [newcomer]
@@ -299,8 +305,8 @@ def _is_kept_apart(step: Step, slot: Slot, running: list[Claim], newcomer: Claim
 
 
 def _is_counted_on(step: Step, slot: Slot, claims: list[Claim]) -> bool:
-    """Whether placement has counted on these side by side, where it promises SLOs by company: other
-    company would slow down a job that was promised none."""
+    """Whether placement has counted on these jobs running side by side, if it bases promises on
+    that."""
     cluster = step.state.cluster
     if not cluster.limits.counts_on_space:
         return True
@@ -310,20 +316,20 @@ def _is_counted_on(step: Step, slot: Slot, claims: list[Claim]) -> bool:
         return True
     member_names = {member.job for member in company.users_of(group, slot.node)}
     jobs = {claim.job for claim in claims}
-    # A second part of the device for one job would be lacking to another.
+    # A second share for one job would take units that another job was promised.
     if len(jobs) < len(claims) or not jobs <= member_names:
         return False
     return company.slowdown_on(cluster, group, slot.node) is not None
 
 
 def _ops_of(deployment: Deployment, begins: Op | None = None) -> list[Op]:
-    """The operations of a deployment that run, then the one that begins."""
+    """The running operations of a deployment, then the one that starts."""
     running = [deployment.queue.find(key) for key in deployment.activation.running]
     return [op for op in (*running, begins) if op is not None]
 
 
 def _present_claim(step: Step, deployment: Deployment, begins: Op | None = None) -> Claim:
-    """The claim of a deployment, without what is predicted of it."""
+    """The claim of a deployment without predictions."""
     kinds = {op.kind for op in _ops_of(deployment, begins)}
     capabilities = _capabilities_of(step, deployment)
     most_units = 0 if capabilities is None else capabilities.most_units
@@ -343,9 +349,10 @@ def _claim_of(step: Step, deployment: Deployment, begins: Op | None = None) -> C
 def _predict_stages(step: Step, deployment: Deployment, ops: list[Op]) -> list[Stage]:
     """The stages that a job is predicted to go through on a device from now on.
 
-    Args: ops: of the deployment, those that run, then the one that begins. The last one of them
-          comes first, then what is queued of the job, in the order in which it came; behind that
-          what waits for other operations to end.
+    First the deployment's newest operation, then the job's queued operations by arrival. Operations
+    that wait for other deployments come last.
+
+    Args: ops: operations of the deployment: those that run, then the one that starts.
     """
     if not ops:
         return []
@@ -367,8 +374,8 @@ def _predict_stages(step: Step, deployment: Deployment, ops: list[Op]) -> list[S
 
 
 def _queued(deployment: Deployment) -> Iterator[tuple[bool, Op]]:
-    """The next ordered operations of a deployment that wait, and whether they do for one of another
-    deployment, or come after one that does."""
+    """The next queued operations in a deployment's order, each with whether it, or one before it,
+    waits for another deployment."""
     queue, waits = deployment.queue, False
     for seq in range(queue.head_seq, queue.head_seq + MAX_PREDICTED):
         op = queue.operations.get(seq)
@@ -378,8 +385,10 @@ def _queued(deployment: Deployment) -> Iterator[tuple[bool, Op]]:
 
 
 def _stages(step: Step, deployment: Deployment, kind: str, ran_s: float) -> list[tuple[str, float]]:
-    """The sub-stage of an operation and its time that is left; none: it moves state, which takes
-    next to no compute units."""
+    """The sub-stage of an operation and its remaining seconds.
+
+    Empty for operations that only move state, which need almost no compute units.
+    """
     capabilities = _capabilities_of(step, deployment)
     stages = stages_of(kind, 0 if capabilities is None else capabilities.most_units)
     duration_s = estimates.duration_s(step.state, deployment, kind)
@@ -395,21 +404,24 @@ def _counts(
     *,
     table: SlowdownTable | None = None,
 ) -> list[int] | None:
-    """The units of each by the policy. Args: table: in place of the device's table of slowdowns."""
+    """The number of units of each claim, by the policy.
+
+    Args: table: table of slowdowns to use instead of the device's.
+    """
     jobs = {step.state.deployments[name].job_name for name in slot.placed}
     units, table = devices.units_of(step.state, slot), table or table_of(step, slot)
     return policy_of(step).share(SharingView(units, len(jobs), running, newcomer, table))
 
 
 def _request_units(step: Step, slot: Slot, share: Share, count: int) -> None:
-    """Ask a rank for all but so many of its units, unless it was asked for that already."""
+    """Ask a rank to give up all but `count` of its units, unless it was asked for that already."""
     if len(share.asked) != count:
         remaining = share.units[:count]
         devices.ask_back(share, remaining, _send_units(step, slot, share, remaining, shrinks=True))
 
 
 def _grow(step: Step, slot: Slot, counts: list[int]) -> None:
-    """Give what is free to those that run; what they were asked for is not needed any more."""
+    """Give free units to running deployments, and withdraw requests to give up units."""
     free = devices.free_units(step, slot)
     for share, count in zip(slot.shares, counts, strict=True):
         missing = max(0, count - len(share.units))
@@ -429,21 +441,18 @@ def _send_units(
 
 
 def corrects_table(step: Step) -> bool:
-    """Whether the table is corrected: not where placement promises by it what jobs get side by
-    side."""
+    """Whether the table of slowdowns is corrected by observations."""
     return step.config.corrects_slowdowns and not step.state.cluster.limits.counts_on_space
 
 
 def table_of(step: Step, slot: Slot) -> SlowdownTable | None:
-    """The table of slowdowns for a device, corrected; the configured one where nothing is surely
-    slower."""
+    """The corrected table of slowdowns of a device."""
     table = step.config.slowdowns
     return None if table is None else _corrected(table, _factors(step, slot))
 
 
 def table_in_doubt(step: Step, slot: Slot) -> SlowdownTable | None:
-    """The table for a device, with all that may be slower taken to be so, as far as it was looked
-    at."""
+    """The table of a device, corrected as if everything that may be slower were slower."""
     table = step.config.slowdowns
     return None if table is None else _corrected(table, _factors(step, slot, perhaps))
 
@@ -465,8 +474,8 @@ def _corrected(table: SlowdownTable, factors: dict[Pair, float]) -> SlowdownTabl
 def _factors(
     step: Step, slot: Slot, bound: Callable[[Sequence[Finding]], float] = surely
 ) -> dict[Pair, float]:
-    """By which factor a kind of sub-stage beside another is slower on a device than the table says,
-    where it is."""
+    """By what factor each pair is slower on a device than the table says; pairs that are not are
+    left out."""
     if not step.state.observed:
         return {}
     factors = {pair: bound(findings) for pair, findings in _findings(step, slot).items()}
@@ -474,7 +483,7 @@ def _factors(
 
 
 def lacks_comparison(step: Step, deployment: Deployment, kinds: Collection[str]) -> bool:
-    """Whether too few operations of these kinds of a deployment run beside nothing."""
+    """Whether too few operations of these kinds of a deployment have run alone."""
     all_observed = step.state.observed.get(deployment.name, {}).values()
     records = [observed for observed in all_observed if observed.kind in kinds]
     return sum(observed.alone for observed in records) < ENOUGH_ALONE
@@ -490,11 +499,11 @@ def _findings(step: Step, slot: Slot) -> dict[Pair, list[Finding]]:
 
 
 def observe(step: Step, deployment: Deployment, op: Op | None, event: OperationFinished) -> None:
-    """Take in an operation that has ended, and whose device is still the deployment's.
+    """Learn from an operation that has ended while its deployment still holds the device.
 
-    Nothing is learnt of what failed or was run again, of the first operation of a kind, which finds
-    everything cold, of what shared its steps with others of its deployment, and of what was beside
-    several others.
+    Failed operations and replays are ignored. So are the first operation of a kind, which runs
+    cold, operations that shared their steps with others of their deployment, and operations that
+    had several neighbours at once.
     """
     slots = devices.slots_of(step, deployment)
     share = slots[0].share_of(deployment.name) if len(slots) == 1 else None
@@ -522,8 +531,8 @@ def observe(step: Step, deployment: Deployment, op: Op | None, event: OperationF
 
 
 def _describe_slower(step: Step, slot: Slot) -> dict[Pair, str]:
-    """A line for each pair that is slower on a device than the table says, by more than tables
-    err."""
+    """A line for each pair that is slower on a device than the table says, by more than its usual
+    error."""
     lines = {}
     findings = _findings(step, slot)
     for (stage, neighbour), factor in _factors(step, slot).items():
@@ -537,7 +546,8 @@ def _describe_slower(step: Step, slot: Slot) -> dict[Pair, str]:
 
 
 def describe_corrections(step: Step, job: Job) -> list[str]:
-    """Lines that say what is slower on the devices of a job than the table of slowdowns says."""
+    """Lines that describe which pairs are slower on a job's devices than the table of slowdowns
+    says."""
     if not step.state.observed:
         return []
     slots = {

@@ -1,32 +1,31 @@
-"""Speculative switch-in: an idle device is switched before the predicted operation comes.
+"""Speculative switch-in and hints: prepare nodes for operations that are only predicted.
 
-After each operation the profiler's estimates tell when its job needs the device again, and what ran
-next after such a gap last time tells which deployment will. Where that one is not resident and the
-device has nothing to do, the switch happens in the gap instead of after it. It is begun only where
-what it displaces is not expected sooner: at once where that is not expected before the newcomer at
-all, else so that it ends at the earliest usual time, reckoned with as long as activations took to
-open of late. Of a resident job of which nothing is known, everything is expected.
+**Speculative switch-in.** After each operation the profiler's estimates say when its job will need
+the device again. The deployment that ran after such a gap last time is likely to run again. If it
+is not resident and the device is idle, it is switched in during the gap instead of after it, unless
+a job that it displaces is expected sooner. If even the earliest usual return of those jobs is later
+than the newcomer's expected return, the switch happens at once. Otherwise it is timed to finish at
+the newcomer's earliest usual return, based on how long activations have recently taken to open. A
+resident job about which nothing is known may return at any time, so it is not displaced.
 
-A wrong guess costs at most a switch: one guess a gap, and each one in a row that was displaced
-before its operation came doubles the gaps that pass without. Times change, results do not.
+A wrong guess costs at most one switch. There is one guess per gap. Each wrong guess in a row
+doubles the number of gaps without a guess. Guesses change times, never results.
 
-Hints to nodes: what they will need soon that is not on their devices, or not on the node.
+**Hints.** If host memory may not hold all states of a node (the node is *crowded*), some of them
+lie on its NVMe. A state manager that knows which state is needed next can load it into host memory
+while the device is busy, and move the state that is needed last to disk. It gets a hint about a
+deployment whose operation waits for the device, and about the predicted next one: once per
+prediction, and again when the prediction turns out wrong or is overdue, or when the waiting
+operation is cancelled. A deployment that is switched in needs no hint.
 
-Where host memory may not hold all states of a node, some of them lie on its NVMe. A state manager
-that knows what is needed next promotes that while the device is busy with others, and demotes what
-is needed last. It is told of a deployment whose operation waits for the device, and of the one that
-a prediction says runs next (see `speculative`): once a prediction, and that it was wrong when
-another operation came, when it is overdue, or when what waited is cancelled. A deployment that is
-switched in needs no hint any more. On nodes that hold everything, and of jobs of which nothing is
-known and nothing waits, nobody is told anything.
+A `sync_weights` often waits although its version is already published: for a device that other jobs
+use, or for a rollout of its own deployment. Its nodes fetch the version in the meantime, so that
+the device does not wait for the network. Crowded nodes do not, because the version would displace
+states that are needed sooner.
 
-A `sync_weights` often waits while its version is there already: for a device that other jobs use,
-or for a rollout of its own deployment. Its nodes are told to fetch the version meanwhile, so that
-the device does not wait for the network. On crowded nodes a version comes with its operation only:
-it would displace what is used sooner.
+Neither results nor other commands depend on hints.
 
-Results do not depend on hints, and neither does any other command.
-Cost: O(deployments of the touched jobs), where a node is crowded; else nothing.
+Cost: linear in the deployments of the touched jobs.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import OpState, WpgState
 
 MAX_MISSES = 6
-"""Beyond so many in a row the pause does not grow: 2^6 gaps."""
+"""After this many wrong guesses in a row the pause no longer grows: 2^6 gaps."""
 MEMORY = 0.9
-"""Share of the longest time to open an activation that is kept at each that takes less."""
+"""The longest time to open an activation decays by this factor with each one that opens faster."""
 NEVER_S = float("inf")
 
 
 def expect(step: Step, deployment: Deployment, kind: str) -> None:
-    """Predict, when an operation has ended, when its job needs these devices again."""
+    """Predict, when an operation has ended, when its job will need these devices again."""
     last = f"{deployment.key.deployment}.{kind}"
     estimate = estimates.after(step.state, deployment.job_name, last)
     for slot in devices.slots_of(step, deployment):
@@ -72,9 +71,9 @@ def expect(step: Step, deployment: Deployment, kind: str) -> None:
 
 
 def record_start(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -> None:
-    """Learn from an operation that begins what follows what, and whether a guess was right.
+    """Learn from an operation that starts: what follows what, and whether a guess was right.
 
-    Args: slots: those of its deployment.
+    Args: slots: the slots of the operation's deployment.
     """
     name = deployment.name
     job = step.job_of(deployment)
@@ -88,7 +87,8 @@ def record_start(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) 
 
 
 def record_displaced(step: Step, victim: Deployment) -> None:
-    """Count a miss where an activation that leaves its device was opened for nothing."""
+    """Count a wrong guess if an activation that was opened speculatively leaves its device
+    unused."""
     step.request_hints(victim)
     guessed = [slot for slot in devices.slots_of(step, victim) if slot.speculative == victim.name]
     for slot in guessed:
@@ -100,7 +100,7 @@ def record_displaced(step: Step, victim: Deployment) -> None:
 
 
 def plan(step: Step, slot: Slot) -> tuple[Deployment | None, float]:
-    """The activation to open in a slot with nothing ready, and when; `NEVER_S`: none."""
+    """Return the activation to open in an idle slot, and when to open it; `NEVER_S`: none."""
     if not step.config.speculative_switch_in or slot.speculative:
         return None, NEVER_S
     for name, expected in sorted(slot.expected.items(), key=lambda item: item[1].at_s):
@@ -131,7 +131,7 @@ def predicted_deployment(
 
 
 def _switchable(step: Step, slot: Slot, name: str, expected: Expected) -> Deployment | None:
-    """The deployment of `next_of`, if it is not active and could be switched in."""
+    """The predicted deployment, if it is not active and could be switched in."""
     deployment = predicted_deployment(step, slot, name, expected)
     if deployment is None:
         return None
@@ -143,7 +143,7 @@ def _switchable(step: Step, slot: Slot, name: str, expected: Expected) -> Deploy
 
 
 def _free_s(step: Step, slot: Slot, target: Deployment, expected: Expected) -> float:
-    """The time from which nothing that is likely sooner would be displaced in this slot."""
+    """The time from which the switch displaces nothing that is likely to be needed sooner."""
     if slot.running or slot.ready or devices.claimant(step, slot):
         return NEVER_S
     job_name = target.job_name
@@ -157,7 +157,7 @@ def _free_s(step: Step, slot: Slot, target: Deployment, expected: Expected) -> f
 
 
 def _unlikely_from_s(slot: Slot, resident: str, expected: Expected) -> float:
-    """The time from which a resident job is not likely to come before the expected one."""
+    """The time from which a resident job is no longer likely to return before the expected one."""
     resident_expected = slot.expected.get(resident)
     if resident_expected is None:
         return NEVER_S
@@ -165,7 +165,7 @@ def _unlikely_from_s(slot: Slot, resident: str, expected: Expected) -> float:
 
 
 def _is_first(step: Step, slot: Slot, target: Deployment, expected: Expected) -> bool:
-    """Whether nothing that it would displace is likely to come before the job that is expected."""
+    """Whether the expected job is likely to return before every job that it would displace."""
     expected_by_job = slot.expected
     victims = {victim.job_name for victim in devices.victims(step, slot, target)}
     return all(
@@ -175,16 +175,16 @@ def _is_first(step: Step, slot: Slot, target: Deployment, expected: Expected) ->
 
 
 def record_lead(step: Step, deployment: Deployment) -> None:
-    """Note how long an activation took to open.
+    """Record how long an activation took to open.
 
-    The longest recent time counts, because an activation that is begun too late is in vain.
+    The longest recent time counts, because a speculative switch-in that starts too late is useless.
     """
     taken_s = step.now_s - deployment.activation.opening_s
     deployment.activation.lead_s = max(taken_s, MEMORY * deployment.activation.lead_s)
 
 
 def record_guess(step: Step, deployment: Deployment) -> None:
-    """Note that an activation was opened for an operation that is only predicted."""
+    """Record that an activation was opened for an operation that is only predicted."""
     for slot in devices.slots_of(step, deployment):
         devices.note_speculative(slot, deployment.name)
         expected = slot.expected.get(deployment.job_name)
@@ -193,7 +193,7 @@ def record_guess(step: Step, deployment: Deployment) -> None:
 
 
 def skip_guess(step: Step, deployment: Deployment) -> bool:
-    """Whether this gap passes without a guess, after ones that were wrong."""
+    """Whether to let this gap pass without a guess, because earlier guesses were wrong."""
     job = step.job_of(deployment)
     if job.speculation.skips == 0:
         return False
@@ -206,14 +206,14 @@ def skip_guess(step: Step, deployment: Deployment) -> bool:
 
 
 def send_hints(step: Step, name: str) -> None:
-    """Send and withdraw the hints of one job that this step has changed."""
+    """Send and withdraw the hints that this step has changed for one job."""
     job = step.state.jobs.get(name)
     for deployment in step.deployments_of(job) if job is not None else []:
         _update_hint(step, deployment)
 
 
 def prefetch_version(step: Step, name: str) -> None:
-    """Have the version of a `sync_weights` fetched that did not run at once when it could."""
+    """Have the nodes of a waiting `sync_weights` fetch its version in advance."""
     key = parse_operation_key(name)
     deployment = step.deployment_of(key)
     op = deployment.queue.find(key) if deployment is not None else None
@@ -255,7 +255,7 @@ def _update_hint(step: Step, deployment: Deployment) -> None:
 
 
 def _predictions(step: Step, deployment: Deployment) -> list[Expected]:
-    """The predictions by which the deployment runs next of its job on a device."""
+    """Predictions according to which the deployment is the next one of its job on a device."""
     job = deployment.job_name
     predictions = []
     if deployment.wpg.state is not WpgState.READY or deployment.move.relocation is not None:

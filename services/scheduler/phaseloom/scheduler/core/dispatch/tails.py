@@ -1,16 +1,19 @@
-"""The long tail of a `generate`: where it is gathered, and who uses the devices that it frees
-(WEAVE §4.3).
+"""The long tail of a `generate`: where to gather it, and who uses the devices that it frees.
 
-When most of a rollout's samples are done, its stragglers need few of its devices. A deployment
-whose replicas share batches then goes on on some of its ranks, and the devices of the others are
-free for other jobs until it ends: no activation is closed for that, and its state leaves those
-devices only when another's comes. What follows on the deployment waits until the tail has ended.
+When most samples of a rollout are done, the remaining ones need few of its devices. A deployment
+whose replicas share batches then continues on some of its ranks. Other jobs may use the devices of
+the other ranks until the rollout ends. Its activation stays open, and its state leaves those
+devices only when another state needs the room. Later operations of the deployment wait until the
+tail has ended.
 
-The ranks that go on have no more samples each than before: as many as their share of all, rounded
-up. They are those whose devices the fewest others are placed on.
+No remaining rank gets more samples than it had: the number of remaining ranks is their share of
+all, rounded up. They are the ranks whose devices the fewest other deployments use.
 
-Another rollout over the same devices need not wait for the last of them: where all that it lacks
-runs a tail, and that is at most a third, it begins on the rest, with more samples on each.
+A rollout on the same devices need not wait for the last of them. If everything it lacks is occupied
+by a tail, and that is at most a third of its devices, it starts on the rest, with more samples on
+each.
+
+Source: WEAVE, section 4.3.
 """
 
 from __future__ import annotations
@@ -28,11 +31,11 @@ from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
 
 MAX_LACKING = 1 / 3
-"""Share of its devices without which a rollout begins."""
+"""Largest share of its devices that a rollout can start without."""
 
 
 def tail_ranks(step: Step, deployment: Deployment, op: Op) -> list[int]:
-    """The ranks on which the tail of an operation is to be gathered; none: it is not."""
+    """The ranks on which to gather the tail of an operation; empty: it is not gathered."""
     if not (_is_divisible(deployment) and KINDS[op.kind].shares_calls):
         return []
     device_refs = deployment.places
@@ -50,15 +53,15 @@ def tail_ranks(step: Step, deployment: Deployment, op: Op) -> list[int]:
 
 
 def ranks_of(deployment: Deployment) -> list[int]:
-    """The ranks that have a part in what runs; none: all."""
+    """The ranks that take part in the running operations; empty: all of them."""
     idle = deployment.activation.idle_ranks
     return [rank for rank in range(len(deployment.places)) if rank not in idle] if idle else []
 
 
 def gathered(step: Step, event: TailGathered) -> None:
-    """Free the devices of the ranks that have nothing to do any more.
+    """Free the devices of the ranks that have nothing left to do.
 
-    Where another operation was permitted meanwhile, all ranks are needed for that.
+    If another operation was permitted in the meantime, it needs all ranks and nothing is freed.
     """
     deployment = step.deployment_of(event.operations[0])
     if deployment is None or event.incarnation != deployment.wpg.incarnation:
@@ -74,7 +77,8 @@ def gathered(step: Step, event: TailGathered) -> None:
 def startable_without(
     step: Step, deployment: Deployment, ops: list[Op], without: list[int]
 ) -> list[Op]:
-    """The operations that may begin although these ranks' devices are taken; none: it waits."""
+    """The operations that may start although the devices of these ranks are taken; empty: they must
+    wait."""
     if not _can_start_without(deployment, {deployment.places[rank] for rank in without}):
         return []
     slots = devices.slots_of(step, deployment)
@@ -84,7 +88,8 @@ def startable_without(
 
 
 def can_start_without(step: Step, deployment: Deployment, slot: Slot) -> bool:
-    """Whether what runs in a slot is a tail, without whose device a deployment may begin."""
+    """Whether a slot is occupied by a tail, and the deployment may start without that slot's
+    device."""
     runs = step.state.deployments.get(slot.running)
     is_tail = runs is not None and runs is not deployment and bool(runs.activation.idle_ranks)
     return is_tail and _is_divisible(deployment)
@@ -97,7 +102,7 @@ def _can_start_without(deployment: Deployment, taken_refs: set[tuple[NodeId, int
 
 
 def _is_divisible(deployment: Deployment) -> bool:
-    """Whether some of a deployment's ranks can do a rollout without the others."""
+    """Whether some ranks of a deployment can do a rollout without the others."""
     spec = deployment.spec
     if spec.layout.dp == 1:
         return False
@@ -108,7 +113,7 @@ def _is_divisible(deployment: Deployment) -> bool:
 
 
 def _neighbours(step: Step, deployment: Deployment) -> list[Deployment]:
-    """The deployments of other jobs that share a device with this one."""
+    """Deployments of other jobs that share a device with this one."""
     names = {name for slot in devices.slots_of(step, deployment) for name in slot.placed}
     placed = [step.state.deployments[name] for name in sorted(names)]
     return [neighbour for neighbour in placed if neighbour.key.job_key != deployment.key.job_key]
