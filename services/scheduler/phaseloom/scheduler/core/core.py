@@ -84,9 +84,8 @@ AFTER_EACH_EVENT: tuple[tuple[FollowUp, Action], ...] = (
 MAX_PASSES = 2
 """How often `AFTER_EACH_EVENT` runs after one event.
 
-The second pass serves follow-ups that a later one in the first pass requested. Whatever the second
-pass requests waits for the next event. This bounds the cost of an event to two looks at the jobs
-that wait.
+The second pass runs the follow-ups that a later one in the first pass requested. Requests made in
+the second pass wait for the next event. So an event costs at most two looks at the waiting jobs.
 """
 AFTER_EACH_STEP: tuple[tuple[FollowUp, Action], ...] = (
     (FollowUp.PREFETCH, _per_subject(speculative.prefetch_version)),

@@ -1,7 +1,5 @@
-"""The invariants that hold after every step.
-
-They are checked in tests and on idle; that costs a walk over the state.
-"""
+"""Check the invariants of the state; tests call it after every step. Cost: a walk over the
+state."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def validate(state: State) -> None:
 
 
 def _check_hosts(state: State) -> None:
-    """The cluster that placement sees agrees with the nodes."""
+    """Check that placement's view of the cluster agrees with the nodes."""
     drained = {name for name, leave in state.closing.items() if leave.is_drained}
     up = {name: node.is_up and name not in drained for name, node in state.nodes.items()}
     assert up == {name: host.is_up for name, host in state.cluster.hosts.items()}, "up or down"
@@ -47,7 +45,8 @@ def _nodes_left(deployment: Deployment) -> set[NodeId]:
 
 
 def _check_pins(state: State) -> None:
-    """A job that has not ended and does not wait has a place, and its deployments are there."""
+    """Check that each living job that is not waiting is placed, and its deployments are on its
+    nodes."""
     living = [n for n, job in state.jobs.items() if job.state not in JOB_ENDED]
     placed = [name for name in living if state.jobs[name].state is not JobState.SUBMITTED]
     assert sorted(placed) == sorted(state.cluster.placed), "jobs have other places than groups say"
@@ -83,7 +82,7 @@ def _check_slot(state: State, slot: Slot, memory_bytes: int) -> None:
 
 
 def _check_shares(state: State, slot: Slot, label: str) -> None:
-    """The shares of a device never overlap, and each has at least one unit."""
+    """Check that the shares of a device do not overlap, and that each has at least one unit."""
     if not slot.shares:
         return
     units = [unit for share in slot.shares for unit in share.units]

@@ -1,8 +1,9 @@
-"""Why an operation waits and where it stands in the queue, in words: nothing is decided here.
+"""Explain why an operation waits and where it stands in the queue. Nothing is decided here.
 
-From the outside in: the job, its place in the order, what it comes after, the WPG, the device. Only
-an operation that waits for a device alone has a place in a queue. Predictions add up estimates and
-know nothing of what is still to come. What other tenants run is counted and not named.
+Reasons are looked for from the outside in: the job, the order of the deployment, `after`, the WPG,
+the device. Only an operation that waits for a device has a position in a queue. Predictions add up
+estimates and ignore operations that have not arrived yet. The names of other tenants' work are
+hidden.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from phaseloom.scheduler.core.state.transitions import JobState, OpState, WpgSta
 from phaseloom.scheduler.core.wpgs import moves
 
 _MOST_QUEUED = 64
-"""The most operations of a deployment that a prediction looks at: it takes no longer where
-thousands are queued, and a quantum is over by then."""
+"""The most operations of a deployment that a prediction looks at. It bounds the cost if thousands
+are queued, and a quantum is over by then."""
 Queue = list[tuple[Candidate, str]]
-"""Deployments in the order in which they are expected to begin, each with the reason."""
+"""Deployments in the order in which they are expected to start, each with the reason."""
 
 
 def explain(step: Step, deployment: Deployment, op: Op) -> Explanation:
-    """The present state of an operation that is in its queue."""
+    """The current state of an operation in its queue."""
     if op.state is not OpState.QUEUED:
         return Explanation(op.key, op.kind, op.state)
     waits_for = _waits_for(step, deployment, op)
@@ -50,7 +51,10 @@ def explain(step: Step, deployment: Deployment, op: Op) -> Explanation:
 
 
 def explain_ended(key: OperationKey, op: Op | None, completion: Completion) -> Explanation:
-    """How an operation ended. Args: op: where it is still in its queue."""
+    """How an operation ended.
+
+    Args: op: the operation, if it is still in its queue.
+    """
     kind = op.kind if op is not None else ""
     if completion.result is not None:
         kind = kind or result_kind(completion.result)
@@ -59,7 +63,7 @@ def explain_ended(key: OperationKey, op: Op | None, completion: Completion) -> E
 
 
 def not_open_error(deployment: Deployment, key: OperationKey) -> ErrorInfo:
-    """Why an operation is not open: it is not in its queue, or only keeps its place there."""
+    """The error for an operation that is not open: it has ended, or is not in its queue."""
     seq = key.seq
     has_ended = seq is not None and deployment.queue.is_done(seq)
     if has_ended:
@@ -78,7 +82,7 @@ def not_open_error(deployment: Deployment, key: OperationKey) -> ErrorInfo:
 
 
 def _waits_for(step: Step, deployment: Deployment, op: Op) -> list[str]:
-    """The things that must happen before the device of an operation is asked at all."""
+    """Everything that must happen before the operation can wait for a device."""
     lines = _job_reasons(step, deployment)
     if op.is_settling:
         lines.append("what is stored as its outcome, which is being looked up")
@@ -119,7 +123,7 @@ def _job_reasons(step: Step, deployment: Deployment) -> list[str]:
 
 
 def _first_blocking_seq(deployment: Deployment, op: Op) -> int | None:
-    """The lowest seq of the same deployment that must end before it."""
+    """The lowest seq of the same deployment that must end before the operation can run."""
     for seq in range(deployment.queue.next_seq, op.key.seq or 0):
         lower = deployment.queue.operations.get(seq)
         has_snapshot = lower is not None and lower.has_snapshot
@@ -136,15 +140,15 @@ def _op_name(deployment: Deployment, seq: int) -> str:
 
 
 def _queue_of(step: Step, deployment: Deployment) -> Queue:
-    """The queue of its device; of several, of the one where it is last."""
+    """The queue of the deployment's device, or of the device where it is last."""
     queues = [_queue_on(step, slot) for slot in devices.slots_of(step, deployment)]
     return max(queues, key=lambda queue: _index_in(queue, deployment), default=[])
 
 
 def queue_position(step: Step, deployment: Deployment, op: Op) -> tuple[int, float]:
-    """The place of an operation among what is ready on its devices, and its predicted start.
+    """The position of an operation among the ready ones on its devices, and its predicted start.
 
-    Returns: the place, and seconds from now; (0, -1) where it is not ready.
+    Returns: the position, and the start in seconds from now; (0, -1) if the operation is not ready.
     """
     ready_ops = list(ready.operations(step, deployment))
     queue = _queue_of(step, deployment) if op in ready_ops else []
@@ -157,7 +161,7 @@ def queue_position(step: Step, deployment: Deployment, op: Op) -> tuple[int, flo
     timeline, ordered = choice.policy_of(step).timeline, [c for c, _ in queue]
     wait_s = timeline(ordered, free_s)[ahead].start_s
     for slot in slots:
-        # What the phase on the device still brings is part of it, queued or not.
+        # Count the rest of the phase on the device too, even what is not queued yet.
         phase_s = _phase_left_s(step, slot)
         outsiders = [c for c in ordered[: ahead + 1] if c.job != slot.holder]
         if phase_s > 0.0 and deployment.job_name != slot.holder:
@@ -168,7 +172,7 @@ def queue_position(step: Step, deployment: Deployment, op: Op) -> tuple[int, flo
 
 
 def waiting_reasons(step: Step, deployment: Deployment, op: Op) -> list[str]:
-    """The reasons why an operation waits that waits for no other of its job; one line each."""
+    """Why an operation does not run although it waits for no other operation; one line each."""
     if deployment.activation.retry_at_s > step.now_s:
         pause_s = deployment.activation.retry_at_s - step.now_s
         return [f"a pause of {pause_s:.2f} s after a switch or a permit that came back"]
@@ -215,7 +219,7 @@ def _device_reasons(step: Step, deployment: Deployment, slot: Slot) -> list[str]
 
 
 def _named(asker: Deployment, name: str) -> str:
-    """The name of a deployment or an operation; another tenant's is not told."""
+    """The name of a deployment or operation, unless it is another tenant's."""
     is_own = name.startswith(f"{asker.key.tenant}.")
     return name if is_own else "one of another tenant"
 
@@ -226,7 +230,7 @@ def _job_name(asker: Deployment, name: str) -> str:
 
 
 def _wait_on(step: Step, slot: Slot) -> Wait | None:
-    """The wait for which the ordering policy leaves a slot idle; None: it does not."""
+    """The wait for which the ordering policy keeps a free slot idle; None: it does not."""
     if slot.running or devices.claimant(step, slot) is not None:
         return None
     among = choice.contenders_on(step, slot)
@@ -247,7 +251,7 @@ def _describe_holder(step: Step, asker: Deployment, slot: Slot) -> str:
 
 
 def _held_s(step: Step, slot: Slot, deployment: Deployment) -> float:
-    """The time until which the device is kept for another job than this deployment's."""
+    """Until when the device is kept for a job other than this deployment's."""
     if slot.holder in ("", deployment.job_name) or slot.speculative:
         return 0.0
     if ready.is_any_on(step, slot, of_job=slot.holder):
@@ -315,7 +319,7 @@ def _index_in(queue: Queue, deployment: Deployment) -> int:
 
 
 def _batches_before(step: Step, deployment: Deployment, ready_ops: list[Op], op: Op) -> list[str]:
-    """Kinds of the operations of its own deployment that must end before it begins."""
+    """Kinds of the operations of its own deployment that must end before this one starts."""
     before = ready_ops[: ready_ops.index(op)]
     mutating = [earlier.kind for earlier in before if earlier.is_mutating]
     reading = [earlier.kind for earlier in before if not earlier.is_mutating]
@@ -336,10 +340,10 @@ def _remaining_s(step: Step, slot: Slot) -> float:
 
 
 def _phase_left_s(step: Step, slot: Slot) -> float:
-    """Seconds for which the phase on a device is expected to keep it; 0: it may be over.
+    """Seconds for which the phase of a device is expected to keep it; 0: it may be over.
 
-    The phase is what runs, what its job has queued behind that on the same device, and what usually
-    follows. Others are let in at the end of its quantum.
+    The phase consists of the running operation, the operations that its job has queued behind it on
+    the device, and those that usually follow. Other jobs are admitted at the end of the quantum.
     """
     policy, quantum_s = choice.policy_of(step), step.config.quantum_s
     is_kept = quantum_s > 0.0 or policy.may_wait
@@ -358,7 +362,9 @@ def _phase_left_s(step: Step, slot: Slot) -> float:
     if quantum_s and not policy.may_wait:
         quantum_left_s = slot.held_since_s + quantum_s - step.now_s
     for duration_s in _upcoming_s(step, slot):
-        if left_s >= quantum_left_s:  # what runs then is not cut short
+        if (
+            left_s >= quantum_left_s
+        ):  # an operation that runs at the end of the quantum is not cut short
             return left_s
         left_s += duration_s + step.state.latency_s
     if quantum_left_s < inf and _returns_within_grace(step, slot):
@@ -367,7 +373,7 @@ def _phase_left_s(step: Step, slot: Slot) -> float:
 
 
 def _segment_left_s(step: Step, slot: Slot, used_by: Deployment) -> float:
-    """Seconds until a phase ends that takes as long as its job has declared."""
+    """Seconds until the end of a phase that takes as long as its job has declared."""
     began_s = slot.held_since_s
     if slot.used_since_s <= began_s:
         began_s = max(began_s, estimates.open_s(step.state, used_by))
@@ -375,8 +381,10 @@ def _segment_left_s(step: Step, slot: Slot, used_by: Deployment) -> float:
 
 
 def _arrival_s(step: Step, slot: Slot) -> float:
-    """Seconds until the holder's next operation is expected on an idle device that is kept for it;
-    -1: none is, or it may come too late."""
+    """Seconds until the holder's next operation is expected on an idle device that is kept for it.
+
+    Returns: -1 if no operation is expected, or it may come too late.
+    """
     expected = slot.expected.get(slot.holder)
     until_s = choice.held_until_s(step, slot)
     is_usual = bool(_usual_s(step, slot, set()))
@@ -386,12 +394,13 @@ def _arrival_s(step: Step, slot: Slot) -> float:
 
 
 def _upcoming_s(step: Step, slot: Slot) -> list[float]:
-    """The durations of what follows in a device's phase: what is queued, then what is usual."""
+    """Durations of the next operations in a device's phase: first the queued ones, then the usual
+    ones."""
     queued = _queued(step, slot)
     kinds = [f"{d.key.deployment}.{op.kind}" for d, op in queued]
     durations = [estimates.recent_s(step.state, d, op.kind) for d, op in queued]
     latest = _holder_estimates(step, slot).get(kinds[-1] if kinds else _current_kind(step, slot))
-    # After a kind with a long gap the device is given away, whatever has not run in this phase.
+    # After a kind with a long gap the device is given away, even if other kinds have yet to run.
     if latest is not None and latest.next_gap_s > choice.MAX_GRACES * step.config.idle_grace_s:
         return durations
     usual = _usual_s(step, slot, set(kinds))
@@ -401,7 +410,7 @@ def _upcoming_s(step: Step, slot: Slot) -> list[float]:
 
 
 def _current_kind(step: Step, slot: Slot) -> str:
-    """The kind that runs on a device, or ran there last: `<deployment>.<kind>`."""
+    """The kind that runs on a device, or ran there last, as `<deployment>.<kind>`."""
     deployment = step.state.deployments.get(slot.running)
     for key in deployment.activation.running if deployment is not None else ():
         assert deployment is not None
@@ -411,7 +420,7 @@ def _current_kind(step: Step, slot: Slot) -> str:
 
 
 def _queued(step: Step, slot: Slot) -> list[tuple[Deployment, Op]]:
-    """The operations that the holder of a device has queued for it."""
+    """Operations that the holder of a device has queued for it."""
     deployments = _holder_deployments(step, slot)
     names = {deployment.name for deployment in deployments}
     return [(d, op) for d in deployments for op in _queued_behind(step, d, names)]
@@ -423,8 +432,11 @@ def _holder_deployments(step: Step, slot: Slot) -> list[Deployment]:
 
 
 def _queued_behind(step: Step, deployment: Deployment, names: set[str]) -> list[Op]:
-    """The operations of a deployment that begin one behind the other on its device: up to the first
-    that waits for one of a deployment elsewhere, or is not published yet."""
+    """Queued operations of a deployment that can run one after the other on its device.
+
+    The list ends before the first one that waits for a deployment elsewhere or is not published
+    yet.
+    """
 
     def waits_elsewhere(after: After) -> bool:
         key = DeploymentKey(deployment.key.tenant, deployment.key.job, after.deployment)
@@ -444,8 +456,7 @@ def _queued_behind(step: Step, deployment: Deployment, names: set[str]) -> list[
 
 
 def _holder_estimates(step: Step, slot: Slot) -> dict[str, KindEstimate]:
-    """The estimates of the kinds that the holder of a device runs there, by
-    `<deployment>.<kind>`."""
+    """Estimates for the kinds that the holder of a device runs there, by `<deployment>.<kind>`."""
     trace = step.state.traces.get(slot.holder)
     names = {deployment.key.deployment for deployment in _holder_deployments(step, slot)}
     all_estimates = trace.estimates if trace is not None else []
@@ -453,8 +464,8 @@ def _holder_estimates(step: Step, slot: Slot) -> dict[str, KindEstimate]:
 
 
 def _returns_within_grace(step: Step, slot: Slot) -> bool:
-    """Whether the holder's next operation there comes before the device is given away, whichever
-    kind it has run last: it keeps the device for its quantum."""
+    """Whether the holder's next operation always arrives within the grace, so that it keeps the
+    device for its whole quantum."""
     estimates_by_kind, grace_s = _holder_estimates(step, slot), step.config.idle_grace_s
     kinds = {f"{d.key.deployment}.{op.kind}" for d, op in _queued(step, slot)}
     if not estimates_by_kind or not kinds <= estimates_by_kind.keys():
@@ -463,8 +474,8 @@ def _returns_within_grace(step: Step, slot: Slot) -> bool:
 
 
 def _usual_s(step: Step, slot: Slot, queued: set[str]) -> list[float]:
-    """The durations of what usually follows in a phase and is not queued: one operation of each
-    kind of the holder there that has not begun in it."""
+    """Durations of the operations that usually follow in a phase and are not queued: one for each
+    kind of the holder that has not run in it."""
     estimates_by_kind = _holder_estimates(step, slot)
     have_begun = [
         estimates_by_kind[kind].count for kind in slot.phase.kinds if kind in estimates_by_kind

@@ -1,4 +1,1 @@
-"""The durable state of deployments: seals, weights versions, and their replicas on other nodes.
-
-Called by `wpgs`, `dispatch`, `placement` and `jobs`.
-"""
+"""The durability of a deployment: seals, replicas, and the weights versions that are kept."""

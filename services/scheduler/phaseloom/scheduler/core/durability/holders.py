@@ -1,4 +1,4 @@
-"""The nodes that have the parts of a deployment's newest seal, are to get one, or to forget one."""
+"""Which nodes have the parts of a deployment's newest seal, will get one, or must forget one."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.step import Step
 
 RETRY_PAUSE_S = 5.0
-"""First pause before a copy that has failed is asked for again; each one is twice as long as the
-one before."""
+"""First pause before a failed copy is requested again. It doubles with each failure."""
 MAX_RETRY_PAUSE_S = 80.0
 
 
 def nodes_with_part(deployment: Deployment, index: int) -> list[NodeId]:
-    """The nodes that have this part of a deployment's newest seal; empty where it has no seal."""
+    """Nodes that have this part of a deployment's newest seal; empty without a seal."""
     if not deployment.durability.seal_seq:
         return []
-    # Where no copies were noted, the seal is on the deployment's own nodes.
+    # Without recorded replicas the seal is on the deployment's own nodes.
     return (
         deployment.durability.replicas[index]
         if deployment.durability.replicas
@@ -28,14 +27,14 @@ def nodes_with_part(deployment: Deployment, index: int) -> list[NodeId]:
 
 
 def add_replica(deployment: Deployment, index: int, node: NodeId) -> None:
-    """Note that one more node has this part of a deployment's newest seal."""
+    """Record that one more node has this part of a deployment's newest seal."""
     if not deployment.durability.replicas:
         deployment.durability.set_replicas([[leader] for leader in deployment.nodes])
     deployment.durability.note_replica(index, node)
 
 
 def nodes_with(deployment: Deployment) -> list[NodeId]:
-    """All nodes that have, or may have, anything of a deployment."""
+    """All nodes that have, or may have, any data of a deployment."""
     every = [
         *deployment.nodes,
         *deployment.move.stale_holders,
@@ -46,9 +45,9 @@ def nodes_with(deployment: Deployment) -> list[NodeId]:
 
 
 def nodes_in_use(deployment: Deployment) -> set[NodeId]:
-    """The nodes that have, or will have, a part of a deployment's newest seal.
+    """Nodes that have, or will have, a part of a deployment's newest seal.
 
-    None of them can take another part.
+    Such a node cannot take another part.
     """
     return {*deployment.nodes, *copy_nodes(deployment), *move_targets(deployment)}
 
@@ -59,7 +58,7 @@ def copy_nodes(deployment: Deployment) -> list[NodeId]:
 
 
 def move_targets(deployment: Deployment) -> list[NodeId]:
-    """The nodes that a deployment is moving to, by part; empty where it does not move."""
+    """Nodes that a deployment is moving to, by part; empty if it does not move."""
     return (
         []
         if deployment.move.relocation is None
@@ -68,10 +67,10 @@ def move_targets(deployment: Deployment) -> list[NodeId]:
 
 
 def drop_replicas(deployment: Deployment) -> None:
-    """Note that a deployment has no seal any more.
+    """Record that a deployment no longer has a seal.
 
-    Nodes that have the old seal and do not run the deployment become stale holders, which are told
-    to forget it later.
+    Nodes that have the old seal and do not run the deployment become stale holders; they are told
+    later to forget it.
     """
     deployment.move.keep(nodes_with(deployment), but=deployment.nodes)
     deployment.durability.drop_replicas()
@@ -91,7 +90,7 @@ def is_readable(step: Step, deployment: Deployment) -> bool:
 
 
 def drop_other_parts(step: Step, deployment: Deployment) -> None:
-    """Have each node that is about to get one part of a seal forget any other part that it has.
+    """Have each node that will get one part of a seal forget any other part.
 
     A node has at most one part of a deployment's seal.
     """
@@ -103,45 +102,45 @@ def drop_other_parts(step: Step, deployment: Deployment) -> None:
 
 
 def give_up_copy(step: Step, deployment: Deployment, node: NodeId) -> None:
-    """Note that the copy which a node was told to fetch, and may have by now, is not needed.
+    """Record that a copy, which a node was told to fetch and may have by now, is not needed.
 
-    Where the seal has several parts the node forgets the copy at once; else it becomes a stale
+    If the seal has several parts, the node forgets the copy at once. Otherwise it becomes a stale
     holder, which forgets it after the next seal.
     """
     if len(deployment.wpg.assignments) > 1:
-        forget_at(step, deployment, node)  # the node may be about to get another part
+        forget_at(step, deployment, node)  # the node may get another part next
     elif node not in deployment.move.stale_holders:
         deployment.move.keep([*deployment.move.stale_holders, node])
 
 
 def stop_copying(step: Step, deployment: Deployment) -> None:
-    """Give up every copy of a deployment's seal that is being made for a node that is left."""
+    """Give up every copy of a deployment's seal that is being made because a node is vacated."""
     for copying in deployment.durability.copying:
         give_up_copy(step, deployment, copying.node)
     deployment.durability.stop_copying()
 
 
 def clear_stale_holders(step: Step, deployment: Deployment) -> None:
-    """Have the nodes that a deployment has left drop what they still keep of it."""
+    """Have the nodes that a deployment has left drop its remaining data."""
     retained = step.job_of(deployment).versions.retained
     if any(name.startswith(f"{deployment.name}.") for name in retained):
-        return  # versions of an earlier policy of its name: they stay until the job ends
+        return  # versions of a deleted policy of the same name stay there until the job ends
     for node in deployment.move.stale_holders:
         forget_at(step, deployment, node)
     deployment.move.keep([])
 
 
 def forget_at(step: Step, deployment: Deployment, node: NodeId) -> None:
-    """Have a node drop everything that it has of a deployment that is not placed on it."""
+    """Have a node drop all data of a deployment that is not placed on it."""
     step.state.request_forget(node, deployment.name, deployment.wpg.incarnation)
     step.send_for(StopWpg, step.node(node), deployment, forget=True)
 
 
 def copy_candidates(step: Step, deployment: Deployment) -> list[NodeId]:
-    """Other nodes that could take a copy of a part of a deployment's seal, the best ones first.
+    """Other nodes that could take a copy of a part of a deployment's seal, best first.
 
-    First come the nodes that the deployment is moving to, or that have a copy of an earlier seal;
-    then the nodes of its own pool, where it could be rebuilt at once; then all others.
+    First come the nodes that the deployment is moving to or that have a copy of an earlier seal,
+    then nodes of its pool, for a fast rebuild, then all others.
     """
     familiar = nodes_with(deployment)
     fit = [
@@ -162,13 +161,13 @@ def copy_candidates(step: Step, deployment: Deployment) -> list[NodeId]:
 
 
 def files_ticket(deployment: Deployment, nodes: Iterable[NodeId]) -> FilesTicket:
-    """A ticket by which these nodes may fetch a deployment's seals and durable versions.
+    """A ticket with which these nodes may fetch a deployment's seals and durable versions.
 
-    It is not signed yet: only the shell knows the secret.
+    It is not signed yet, because only the shell knows the secret.
     """
     return FilesTicket(deployment.key, deployment.wpg.incarnation, [str(node) for node in nodes])
 
 
 def retry_pause_s(num_failures: int) -> float:
-    """Pause after so many failed tries in a row to copy a seal or a version to another node."""
+    """Pause after this many failures in a row to copy a seal or a version to another node."""
     return min(RETRY_PAUSE_S * 2.0 ** (num_failures - 1), MAX_RETRY_PAUSE_S)

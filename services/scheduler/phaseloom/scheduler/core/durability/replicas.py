@@ -1,13 +1,14 @@
-"""Replicas: before a node is left, another node gets the copies that only the first one secures.
+"""Replicas: copy data that depends on a node to another node before the node is vacated.
 
-Two kinds of copies count. Each part of a `remote` job's newest seal is on two nodes. The weights
-versions of a deleted policy that its job still needs are on some node, and nobody can make them
-again. Where too few of these nodes are to stay, one more node fetches a copy from those that have
-it. Where that node cannot, another one is asked, again and again. The copy on the node that is left
-stays there until the next seal is committed, or until nobody needs the version.
+Two kinds of data count. Each part of a `remote` job's newest seal must be on two nodes. A weights
+version of a deleted policy that its job still needs must be on some node, because nobody can make
+it again. If too few of the nodes that have it will stay, one more node fetches a copy from them. If
+that node cannot, another one is asked, again and again. The copy on the vacated node stays until
+the next seal is committed, or until the version is no longer needed.
 
-A seal that is under way, or a move, makes copies of its own: nothing is asked for here meanwhile.
-Cost of `request_copies`: linear in the deployments while some node is to be left; else nothing.
+A running seal or move makes copies itself, so nothing is requested here in the meantime.
+
+Cost of `request_copies`: linear in the deployments while a node is being vacated, else nothing.
 """
 
 from __future__ import annotations
@@ -27,10 +28,7 @@ from phaseloom.scheduler.core.state.transitions import JOB_ENDED, WpgState
 
 
 def request_copies(step: Step) -> None:
-    """Ask for the copies that are missing; called when nodes, or copies on them, may have changed.
-
-    Nothing is done where no node is to be left.
-    """
+    """Request the missing copies; called when nodes, or the copies on them, may have changed."""
     if not step.state.closing:
         return
     for _, deployment in sorted(step.state.deployments.items()):
@@ -44,7 +42,7 @@ def request_copies(step: Step) -> None:
             _copy_retained(step, job, version)
 
 
-# --- what is at risk -----------------------------------------------------------------------------
+# --- data at risk --------------------------------------------------------------------------------
 
 
 def _is_idle(deployment: Deployment) -> bool:
@@ -53,18 +51,18 @@ def _is_idle(deployment: Deployment) -> bool:
 
 
 def _parts_at_risk(step: Step, deployment: Deployment) -> Iterator[int]:
-    """The numbers of the parts of a deployment's seal that are on too few nodes which stay."""
+    """Parts of a deployment's seal that too few of the staying nodes have."""
     if deployment.wpg.state is WpgState.STOPPED or not deployment.durability.seal_seq:
         return
     if step.job_of(deployment).spec.durability is not Durability.REMOTE:
-        return  # its seal is on its own nodes, and moves with it
+        return  # the seal is on its own nodes and moves with it
     for part in range(len(deployment.wpg.assignments)):
         if len(_staying(step, holders.nodes_with_part(deployment, part))) < seals.NUM_REMOTE_COPIES:
             yield part
 
 
 def _retained_at_risk(step: Step, job: Job) -> Iterator[VersionKey]:
-    """The retained versions of a job that are on too few nodes which stay."""
+    """Retained versions of a job that too few of the staying nodes have."""
     if job.state in JOB_ENDED:
         return
     for name, nodes in sorted(job.versions.retained.items()):
@@ -84,14 +82,14 @@ def _staying(step: Step, nodes: Collection[NodeId]) -> list[NodeId]:
     return [node for node in nodes if node not in step.state.closing]
 
 
-# --- asking --------------------------------------------------------------------------------------
+# --- requests ------------------------------------------------------------------------------------
 
 
 def _give_up_failed(step: Step, deployment: Deployment, at_risk: Collection[int]) -> None:
-    """Give up the failed copies of parts that are not at risk any more.
+    """Give up failed copies of parts that are no longer at risk, so that their nodes can copy other
+    parts.
 
-    A part is not when a node is to stay after all, for instance. Their nodes are free for the
-    copies of other parts.
+    A part is no longer at risk if, for example, its node stays after all.
     """
     for copying in [
         c for c in deployment.durability.copying if c.has_failed and c.part not in at_risk
@@ -147,7 +145,7 @@ def _copy_retained(step: Step, job: Job, version: VersionKey) -> None:
     job_nodes = {node for deployment in step.deployments_of(job) for node in deployment.nodes}
     fit.sort(
         key=lambda node: (node not in job_nodes, node)
-    )  # the job's nodes, which read it, first
+    )  # the job's own nodes, which read the version, come first
     node = _next_node(fit, before)
     if node is None or not sources:
         return
@@ -164,18 +162,16 @@ def _copy_retained(step: Step, job: Job, version: VersionKey) -> None:
     )
     failures = before.failures if before is not None else 0
     if before is not None and before.node != node:
-        retention.release_at(
-            step, [before.node], [version]
-        )  # it may have got the version after all
+        retention.release_at(step, [before.node], [version])  # it may have the version nevertheless
     copying = Copying(node, step.node(node).revision, command, failures=failures)
     job.versions.begin_copying(name, copying)
     step.notify("copied again", f"{node}, from a node that is left", name)
 
 
 def _newest_incarnation(step: Step, job: Job, version: VersionKey) -> int:
-    """The newest incarnation under the name of a version's policy, for tickets.
+    """The newest incarnation under the name of a version's policy.
 
-    A ticket of an earlier incarnation is refused.
+    State managers refuse tickets with an earlier one.
     """
     successor = step.deployment(version.policy)
     earlier = job.earlier.incarnations.get(version.policy.deployment, 0)
@@ -191,9 +187,9 @@ def _needs_request(step: Step, before: Copying | None) -> bool:
 
 
 def _next_node(fit: list[NodeId], before: Copying | None) -> NodeId | None:
-    """The node to ask next for a copy; None where none fits.
+    """The node to ask next for a copy, or None.
 
-    After a failure the nodes are asked in turn, from the one after the node that failed.
+    After a failure the nodes are asked in turn, starting after the node that failed.
     """
     if before is not None and before.has_failed:
         fit = sorted(fit)
@@ -205,9 +201,9 @@ def _next_node(fit: list[NodeId], before: Copying | None) -> NodeId | None:
 
 
 def mirrored(step: Step, event: StateMirrored) -> bool:
-    """Note that a node has fetched a copy, or could not.
+    """Record that a node has fetched a copy or could not.
 
-    Returns: whether the copy was asked for by this module.
+    Returns: whether this module had requested the copy.
     """
     deployment = step.deployment(event.deployment)
     if deployment is not None:
@@ -231,7 +227,7 @@ def _record_part(
         return
     deployment.durability.end_copying(copying)
     holders.add_replica(deployment, copying.part, event.node)
-    step.follow_up(FollowUp.PLACE)  # people may wait to hear that a node is not needed any more
+    step.follow_up(FollowUp.PLACE)  # a `phaseloom drain` may be waiting for this copy
 
 
 def _record_retained(step: Step, job: Job, name: str, event: StateMirrored) -> None:
@@ -254,11 +250,12 @@ def _failed(step: Step, copying: Copying, event: StateMirrored, subject: str) ->
     step.notify("not copied", f"{event.node}: {event.error.message}", subject)
 
 
-# --- in words ------------------------------------------------------------------------------------
+# --- description ---------------------------------------------------------------------------------
 
 
 def describe_needed_copies(step: Step, node: NodeId) -> list[str]:
-    """The copies that would be too few if this node were switched off, as lines for people."""
+    """Describe the replicas that would fall below the required count if this node were shut
+    down."""
     lines = []
     for _, deployment in sorted(step.state.deployments.items()):
         for part in _parts_at_risk(step, deployment):

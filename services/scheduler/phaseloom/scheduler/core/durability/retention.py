@@ -1,9 +1,9 @@
-"""Which weights versions are kept, and the release of the others.
+"""Which weights versions are kept, and the release of all others.
 
-These are kept: a policy's newest, and every one that a deployment holds, has a queued sync for, or
-may have to sync again when it is rebuilt; every one that an open operation names, and those that
-may be named for a time yet. Where the policy is deleted, versions that somebody needs stay on its
-nodes as *retained versions*: nobody can make them again.
+These versions are kept: the newest of each policy; every version that a deployment holds, has a
+queued sync for, or may have to sync again when it is rebuilt; every version that an open operation
+names; and versions that may still be named for a while. If a policy is deleted, the versions that
+others need stay on its nodes as *retained versions*, because nobody can make them again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from phaseloom.scheduler.core.state.step import Step
 
 
 def record_published(step: Step, deployment: Deployment, op: Op) -> None:
-    """Note the version that a policy's `publish_weights` has made; what it replaces is released."""
+    """Record the version that a `publish_weights` has made, and release the versions that it
+    replaces."""
     seq = op.key.seq
     assert seq is not None
     job = step.job(op.key.job_key)
@@ -34,10 +35,10 @@ def record_published(step: Step, deployment: Deployment, op: Op) -> None:
 
 
 def needed_versions(step: Step, job: Job) -> set[VersionKey]:
-    """The weights versions of a job that must be kept: each policy's newest, those that may still
-    be named, and the wanted ones.
+    """The weights versions of a job that must be kept: the newest of each policy, those that may
+    still be named, and those in use.
 
-    A deleted policy has none of the first two here: only the wanted ones of its versions are kept.
+    For a deleted policy only the versions in use are kept.
     """
     newest: dict[str, VersionKey] = {}
     nameable: list[VersionKey] = []
@@ -51,8 +52,8 @@ def needed_versions(step: Step, job: Job) -> set[VersionKey]:
 
 
 def versions_in_use(step: Step, job: Job, *, but: Deployment | None = None) -> set[VersionKey]:
-    """The versions of a job that open operations name, and those that a deployment of the job
-    holds, has a queued sync for or may sync again.
+    """Versions of a job that open operations name, or that a deployment of the job holds, has a
+    queued sync for or may sync again.
 
     Args: but: a deployment whose needs do not count.
     """
@@ -71,14 +72,14 @@ def versions_in_use(step: Step, job: Job, *, but: Deployment | None = None) -> s
 def is_retained(step: Step, version: VersionKey) -> bool:
     """Whether the policy that made a version is deleted.
 
-    A new policy may have been created under its name since.
+    A new policy with the same name may exist.
     """
     policy = step.deployment(version.policy)
     return policy is None or version.seq < policy.queue.first_seq
 
 
 def nodes_of(step: Step, version: VersionKey) -> list[NodeId]:
-    """The nodes that have, or may have, parts of a weights version; empty: none is known."""
+    """Nodes that have, or may have, parts of a weights version; empty: none is known."""
     policy = step.deployment(version.policy)
     if policy is not None and version.seq >= policy.queue.first_seq:
         holders = [node for part in policy.durability.replicas for node in part]
@@ -87,13 +88,14 @@ def nodes_of(step: Step, version: VersionKey) -> list[NodeId]:
 
 
 def sources_of(step: Step, version: VersionKey) -> list[str]:
-    """Endpoints of the nodes that have a weights version, nodes that are up first."""
+    """Endpoints of the nodes that have a weights version; nodes that are up come first."""
     nodes = [step.node(node) for node in nodes_of(step, version)]
     return [node.state_endpoint for node in sorted(nodes, key=lambda node: not node.is_up)]
 
 
 def ticket(step: Step, reader: Deployment, version: VersionKey) -> Ticket:
-    """The ticket for a weights version, not signed yet: the shell knows the secret."""
+    """The ticket for a weights version. It is not signed yet, because only the shell knows the
+    secret."""
     nodes = [str(node.node) for node in step.nodes_of(reader)]
     return Ticket(version, reader.key, reader.wpg.incarnation, nodes)
 
@@ -106,26 +108,26 @@ def needed_seqs(step: Step, deployment: Deployment) -> set[int]:
 
 
 def volatile_versions(step: Step, deployment: Deployment) -> set[int]:
-    """Seqs of the needed versions of this policy that its nodes hold in memory only."""
+    """Seqs of the needed versions of this policy that are only in memory."""
     return needed_seqs(step, deployment) - set(deployment.durability.durable_versions)
 
 
 def durable_needed_seqs(step: Step, deployment: Deployment) -> list[int]:
-    """Seqs of a policy's needed weights versions that are durable.
+    """Seqs of the needed versions of this policy that are durable.
 
-    Its next incarnation does not make them again.
+    Its next incarnation does not have to make them again.
     """
     return sorted(needed_seqs(step, deployment) & set(deployment.durability.durable_versions))
 
 
 def release_versions(step: Step, job: Job) -> None:
-    """Drop the weights versions of a job that nothing needs any more."""
+    """Drop the weights versions of a job that are no longer needed."""
     needed = needed_versions(step, job)
     _release(step, job, [version for version in job.versions.published if version not in needed])
 
 
 def release_unnamed(step: Step, name: str) -> None:
-    """Drop the versions of a job that could be named until now, and that nothing else needs."""
+    """Drop the versions of a job whose naming time is over and that nothing else needs."""
     job = step.state.jobs.get(name)
     if job is None:
         return
@@ -141,10 +143,10 @@ def release_all(step: Step, job: Job) -> None:
 
 
 def release_restored(step: Step, deployment: Deployment) -> None:
-    """Release the versions that a WPG brought back from its seal and that nothing needs any more.
+    """Release the unneeded versions that a WPG has brought back from its seal.
 
-    They may have been released while it was away. A version that a dead incarnation was publishing
-    when its job fell back has no user either.
+    They may have been released while it was down. The same applies to a version that a dead
+    incarnation was publishing when its job fell back.
     """
     needed = needed_versions(step, step.job_of(deployment))
     durability = deployment.durability
@@ -178,13 +180,13 @@ def _release(step: Step, job: Job, versions: list[VersionKey]) -> None:
             _forget_policy(step, job, version.policy, list(dict.fromkeys([*nodes, *fetching])))
         copying = job.versions.copying.get(str(version))
         if copying is not None and not copying.is_under_way(step.node(copying.node)):
-            # A copy that is under way is given up when its answer comes.
+            # A copy that is still being fetched is given up when its answer arrives.
             job.versions.end_copying(str(version))
 
 
 def touch_readers(step: Step, named: NamedVersion) -> None:
-    """Have the deployments looked at whose operations name a version: it may be there again, or
-    gone for good."""
+    """Dispatch the deployments whose operations name a version, because it may be available again
+    or permanently gone."""
     for key in named.readers:
         reader = step.deployment_of(key)
         if reader is not None:
@@ -197,9 +199,9 @@ def release_at(step: Step, nodes: Iterable[NodeId], versions: list[VersionKey]) 
 
 
 def _forget_policy(step: Step, job: Job, policy: DeploymentKey, nodes: list[NodeId]) -> None:
-    """Have nodes forget a deleted policy of which no version is needed any more: its seals go, too.
+    """Have nodes forget a deleted policy whose versions are no longer needed, including its seals.
 
-    Nothing is done where a policy of the same name exists: its next seal replaces the old ones.
+    Nothing is done if a policy of the same name exists: its next seal replaces the old ones.
     """
     if step.deployment(policy) is not None:
         return

@@ -1,4 +1,1 @@
-"""A deployment's queue of operations: filing, waiting, expiry, cycles in `after`, gradients.
-
-Called by the core's door and by what ends or repeats operations: `wpgs`, `jobs`.
-"""
+"""A deployment's queue: operations are enqueued, wait for their dependencies, and end."""

@@ -1,10 +1,12 @@
-"""Cycles in `after`: operations that wait for one another would wait for ever.
+"""Cycles in `after`: operations that wait for each other would wait forever.
 
-An operation waits for what its `after` names. In its own deployment a mutating one waits for every
-lower seq, a reading one for the mutating ones below it (and through them for what is below those).
-The one that closes a cycle is the last of it to be filed; what it closes with named it, or one
-behind it, before. Cost: nothing for an operation that nobody has named yet, which is the rule; else
-linear in the job's open operations.
+An operation waits for everything that its `after` names. Within its own deployment a mutating
+operation waits for every lower seq. A reading operation waits for the lower mutating ones, and
+through them for everything below. A cycle is closed by the last of its operations to arrive, and an
+earlier one has named that operation or a later one of its deployment.
+
+Cost: nothing for an operation that nobody has named yet, which is the usual case; else linear in
+the job's open operations.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.tree import State
 
 _OpRef = tuple[str, int]
-"""(deployment's text form, seq)"""
+"""(text form of the deployment's key, seq)"""
 
 
 def record_targets(state: State, op: Op) -> None:
-    """Note up to which seq of each deployment an operation's `after` waits."""
+    """Record, for each deployment that an operation's `after` names, the highest seq named."""
     for after in op.after:
         target = state.deployments.get(_name(op, after.deployment))
         if target is not None:
@@ -28,8 +30,10 @@ def record_targets(state: State, op: Op) -> None:
 
 
 def find_cycle(state: State, deployment: Deployment, op: Op) -> list[str]:
-    """The cycle that this operation closes, as `<deployment> <seq>` from itself to itself; empty
-    where it closes none."""
+    """Return the cycle that this operation closes, as `<deployment> <seq>` from itself to itself.
+
+    Returns: empty if it closes none.
+    """
     if not deployment.queue.awaited_seq:
         return []
     seq = op.key.seq
@@ -53,9 +57,9 @@ def find_cycle(state: State, deployment: Deployment, op: Op) -> list[str]:
 
 
 def _waits_for(state: State, op_ref: _OpRef, open_seqs: dict[str, list[int]]) -> list[_OpRef]:
-    """The operations that directly hold back the one at a place, as far as is known.
+    """The operations that an operation directly waits for, as far as is known.
 
-    Args: open_seqs: of each deployment looked at so far, in order.
+    Args: open_seqs: cache of the sorted open seqs of each deployment.
     """
     name, seq = op_ref
     deployment = state.deployments.get(name)
@@ -72,9 +76,9 @@ def _waits_for(state: State, op_ref: _OpRef, open_seqs: dict[str, list[int]]) ->
 
 
 def _below(deployment: Deployment, op: Op, seq: int, seqs: list[int]) -> list[int]:
-    """The open operations below this one that hold it back.
+    """The open operations below this one that it waits for.
 
-    They go down to the next mutating one, which waits itself for what is below it.
+    Stops at the next lower mutating operation: it already waits for everything below.
     """
     held_by: list[int] = []
     for lower in reversed(seqs[: bisect_left(seqs, seq)]):

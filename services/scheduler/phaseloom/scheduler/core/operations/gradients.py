@@ -1,9 +1,9 @@
-"""The gradients that a step would be missing.
+"""The gradients that an `optim_step` would miss.
 
-`forward_backward`s add up until an `optim_step`. Where one of them was not completed, the step is
-permitted as *partial*: the workers refuse it and zero the gradients, unless it says that it may act
-on a part of them. Operations whose gradients a refused step has zeroed have no effect any more, and
-are never run again.
+Gradients of `forward_backward`s add up until an `optim_step`. If one of them was not completed, the
+step is permitted as *partial*: the workers refuse it and zero the gradients, unless it says that it
+accepts partial gradients. The operations whose gradients were zeroed have no effect any longer and
+are never replayed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ _ADDS = frozenset(name for name, kind in KINDS.items() if kind.gradients is Grad
 _USES = frozenset(name for name, kind in KINDS.items() if kind.gradients is Gradients.USES)
 _ENDS_A_BATCH = frozenset(name for name, kind in KINDS.items() if kind.ends_gradients)
 _UNKNOWN = ""
-"""Kind of an operation that could not be read, or was never published: it may have been one."""
+"""Kind of an operation that could not be read or was never published. It may have added
+gradients."""
 
 
 def is_partial(deployment: Deployment, op: Op) -> bool:
-    """Whether this step would act on a part of the gradients that its controller asked for."""
+    """Whether this step would use only a part of the gradients that its controller requested."""
     if op.kind not in _USES:
         return False
     seq = op.key.seq
@@ -42,7 +43,7 @@ def took_effect(deployment: Deployment, op: Op) -> None:
 
 
 def was_refused(deployment: Deployment, op: Op, event: OperationFinished) -> bool:
-    """Whether the workers refused a partial step, and zeroed the gradients."""
+    """Whether the workers refused a partial step and zeroed the gradients."""
     return (
         event.outcome is Outcome.FAILED
         and not event.dirty
@@ -53,7 +54,7 @@ def was_refused(deployment: Deployment, op: Op, event: OperationFinished) -> boo
 
 
 def drop(deployment: Deployment, op: Op) -> list[int]:
-    """The gradients were zeroed by a refused step; returns the seqs that have no effect now."""
+    """Drop the operations whose gradients a refused step has zeroed, and return their seqs."""
     dropped = pending(deployment)
     deployment.durability.forget(dropped)
     _forget_missing(deployment, op)

@@ -1,13 +1,23 @@
-"""Operations from filing to their end: filed, made eligible, ended.
+"""The life of operations: they are enqueued, become eligible and end.
 
-Order (I1): a deployment's ordered operations run in `seq` order and after what they name: a
-mutating one alone, once everything before it has ended; reading ones between two mutating ones
-together, so that they may end in another order. A reading operation without order may run whenever
-its deployment's WPG is up. The first entry for a key decides (I2); later ones are ignored.
+Order (I1): the ordered operations of a deployment run by `seq`, and after the operations that they
+name in `after`. A mutating one runs alone, after everything before it has ended. Reading ones
+between two mutating ones run together and may end in any order. An unordered reading operation may
+run whenever its deployment's WPG is up. The first log entry for a key decides (I2); later ones are
+ignored.
 
-What has no permit ends at once when it is cancelled or its time is over; it keeps its place in the
-order, and what names it in `after` fails. An operation whose WPG died while it was permitted may
-have taken effect: what is stored as its outcome decides, and is looked up before any other is told.
+An operation without a permit ends at once if it is cancelled or expires. It keeps its place in the
+order, and operations that name it in `after` fail. An operation whose WPG died while it was
+permitted may have taken effect. Then its stored outcome decides, and is looked up before any other
+outcome is written.
+
+There are several ways to end:
+
+- `end_now` writes an outcome for an operation that will never run.
+- `end_or_settle` does the same, unless the operation may have taken effect: then the stored outcome
+  is looked up first.
+- `end_if_unwanted` ends an operation only if it is cancelled or has expired.
+- `remove_ended` takes an operation that has its outcome off the queue.
 """
 
 from __future__ import annotations
@@ -31,12 +41,11 @@ from phaseloom.scheduler.core.state.transitions import (
 )
 
 RETRY_AFTER_S = 1.0
-"""Seconds after which a caller may try again where too much is open: some of it may have ended by
-then."""
+"""When a caller with too many open operations may try again; some may have ended by then."""
 
 
 def enqueue(step: Step, event: QueuedOperation) -> None:
-    """Take an operation that a router admitted or refused into its deployment's queue."""
+    """Add an operation that a router admitted or refused to its deployment's queue."""
     deployment = step.deployment_of(event.key)
     if deployment is None:
         _refuse_unknown(step, event)
@@ -51,7 +60,7 @@ def enqueue(step: Step, event: QueuedOperation) -> None:
         return
     elif seq < deployment.queue.next_seq:
         if all(mutation.seq != seq for mutation in deployment.durability.history):
-            # A copy that came after its original was done and deleted.
+            # A duplicate of an operation that has ended and was deleted.
             step.emit(outputs.DeleteOperations([event.key]))
         return
     op = Op(
@@ -73,7 +82,7 @@ def enqueue(step: Step, event: QueuedOperation) -> None:
     )
     deployment.queue.add(op, seq)
     if error is not None:
-        # Refused, yet it keeps its place: whoever comes later must not wait for a gap.
+        # A refused operation keeps its place, so that later ones do not wait for a gap.
         end_now(step, deployment, op, error)
     else:
         _admit(step, deployment, op)
@@ -103,7 +112,7 @@ def _admit(step: Step, deployment: Deployment, op: Op) -> None:
 
 
 def _closed_error(step: Step, deployment: Deployment, event: QueuedOperation) -> ErrorInfo | None:
-    """Why an operation that its router found sound cannot be taken."""
+    """The reason why the deployment accepts no such operation; None: it does."""
     job = step.job_of(deployment)
     if job.state in JOB_ENDED:
         return ErrorInfo(
@@ -116,7 +125,8 @@ def _closed_error(step: Step, deployment: Deployment, event: QueuedOperation) ->
     if event.session <= job.controller.ended_session:
         return session_over_error(job, event.session)
     if event.session < job.controller.session:
-        # A router may not know of a session yet that another gave out: here the log's order counts.
+        # A router may not know yet about a session that another router opened. Here the order of
+        # the log counts.
         return session_superseded(event.session, job.controller.session)
     return None
 
@@ -151,7 +161,8 @@ def _could_not_start_error(deployment: Deployment) -> ErrorInfo:
 
 
 def session_over_error(job: Job, session: int) -> ErrorInfo:
-    """The error for a session that ended with a roll-back, or with an earlier job of the name."""
+    """The error for a session that ended with a roll-back, or with an earlier job of the same
+    name."""
     details = {"rolled_back_to": job.checkpoint} if job.checkpoint else {}
     return ErrorInfo(
         Code.ABORTED,
@@ -178,12 +189,16 @@ def _refuse_unknown(step: Step, event: QueuedOperation) -> None:
     job = step.state.jobs.get(str(event.key.job_key))
     name, seq = event.key.deployment, event.key.seq
     if job is not None and name in job.earlier.last_seqs and seq is not None:
-        # The deployment was deleted: one of the same name must not take this outcome for its own.
+        # The deployment was deleted. A new one of the same name must not mistake this outcome for
+        # one of its own.
         job.earlier.raise_seq(name, seq)
 
 
 def await_dependencies(step: Step, deployment: Deployment, op: Op) -> None:
-    """Find out whether anything that `op` names is still open; wait for the first that is."""
+    """Make an operation eligible, or wait for the first of its dependencies that is still open.
+
+    It fails if a dependency does not exist or was not completed.
+    """
     for after in op.after:
         name = f"{deployment.job_name}.{after.deployment}"
         dependency = step.state.deployments.get(name)
@@ -228,7 +243,7 @@ def end_now(
     error: ErrorInfo,
     outcome: Outcome = Outcome.FAILED,
 ) -> None:
-    """An operation that will never run ends now; the scheduler writes its outcome."""
+    """End an operation that will never run, and write its outcome."""
     step.advance_op(op, OpEvent(outcome))
     completion = Completion(op.id, outcome, error=error)
     step.emit(outputs.WriteCompletion(op.key, completion, op.content_type))
@@ -243,10 +258,8 @@ def end_or_settle(
     error: ErrorInfo,
     outcome: Outcome = Outcome.FAILED,
 ) -> None:
-    """End an operation that has no permit now.
-
-    Where it may have taken effect, the stored outcome decides.
-    """
+    """End an operation that has no permit now, unless it may have taken effect: then its stored
+    outcome decides."""
     if not op.uncertain:
         end_now(step, deployment, op, error, outcome)
         return
@@ -257,9 +270,9 @@ def end_or_settle(
 
 
 def end_if_unwanted(step: Step, deployment: Deployment, op: Op) -> None:
-    """End what has no permit if it was cancelled, or if its time is over.
+    """End an operation without a permit if it is cancelled, or if its time is over.
 
-    What had a permit when its WPG died was in time.
+    An operation that had a permit when its WPG died has not missed its time.
     """
     if op.state is not OpState.QUEUED or op.is_settling:
         return
@@ -278,7 +291,7 @@ def end_if_unwanted(step: Step, deployment: Deployment, op: Op) -> None:
 
 
 def expire(step: Step, key_text: str) -> None:
-    """The timer of an operation's expiry has fired."""
+    """End an operation whose expiry timer has fired, if it still has no permit."""
     key = parse_operation_key(key_text)
     deployment = step.deployment_of(key)
     op = deployment.queue.find(key) if deployment else None
@@ -292,15 +305,15 @@ def _expiry_timer(key: OperationKey) -> str:
 
 
 def remove_ended(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
-    """Take an ended operation off the queue and wake the operations that waited for it."""
+    """Take an ended operation off the queue, and wake the operations that waited for it."""
     seq = op.key.seq
     job = step.job_of(deployment)
     if job.state is JobState.DRAINING:
-        step.job_changed(str(job.key))  # this may have been the last
+        step.job_changed(str(job.key))  # this may have been its last open operation
     if op.expires_s:
         step.state.pop_timer(_expiry_timer(op.key))
     if op.has_snapshot and seq is not None and deployment.move.relocation is not None:
-        step.job_changed(str(job.key))  # the move may have waited for that
+        step.job_changed(str(job.key))  # a move may have waited for this save
     has_advanced = deployment.queue.remove(op, completed=completed)
     reads.stop_reading(step, deployment, op)
     if completed or has_advanced:
@@ -315,15 +328,15 @@ def remove_ended(step: Step, deployment: Deployment, op: Op, completed: bool) ->
 
 
 def wake_waiters(step: Step, key: str) -> None:
-    """Have the operations that wait for this one looked at again."""
+    """Wake the operations that wait for this one."""
     for waiter in step.state.pop_waiters(key):
         step.follow_up(FollowUp.WAKE, waiter)
 
 
 def wake(step: Step, waiters: Subjects) -> None:
-    """Look again at operations that waited for one that has ended.
+    """Look again at operations whose dependency has ended.
 
-    One failure may end a long chain of others, hence a loop and no recursion.
+    One failure may end a long chain of operations, so this is a loop and not a recursion.
     """
     while waiters:
         key = parse_operation_key(waiters.popitem()[0])
@@ -338,14 +351,15 @@ def wake(step: Step, waiters: Subjects) -> None:
 
 
 def forget_waiters(step: Step, job: JobKey) -> None:
-    """Forget which operations of an ended job waited for what was never published."""
+    """Forget the operations of an ended job that waited for operations that were never
+    published."""
     prefix = f"{job}."
     for key in [key for key in step.state.waiters if key.startswith(prefix)]:
         step.state.pop_waiters(key)
 
 
 def requeue(step: Step, op: Op) -> None:
-    """Queue an operation again if it was permitted when its WPG died."""
+    """Queue an operation again that was permitted when its WPG died."""
     if op.state is OpState.PERMITTED:
         step.advance_op(op, OpEvent.TAKEN_BACK)
         op.uncertain = True
@@ -357,7 +371,7 @@ def requeue(step: Step, op: Op) -> None:
 
 
 def abort_all(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
-    """End all open operations of a deployment, as its job ends."""
+    """End all open operations of a deployment, because its job ends."""
     for op in deployment.queue.every:
         if op.state is OpState.PERMITTED:
             step.advance_op(op, OpEvent.TAKEN_BACK)

@@ -1,12 +1,10 @@
-"""Operations that read a weights version by its name: which version that is, and how long it is
-kept.
+"""Operations that read a weights version by name: which version it is, and how long it is kept.
 
-A version that an open operation names is kept, in whichever job it was published, and afterwards
-for as long as its publish has said. A sampler with an adapter reads versions of adapters, if it has
-room for others beside its own; a trainer with an adapter those that could take the place of its
-own. A deployment with all weights of its model reads such versions, and its ranks find out whether
-they are of the same model. No operation that reads changes what another one
-reads.
+A version is kept while an open operation names it, whichever job published it, and then as long as
+its publish said. A sampler with an adapter can read other adapters if it has room for them. A
+trainer with an adapter can read adapters that could replace its own. A deployment with full weights
+reads full weights, and its ranks check that they are of the same model. A reading operation never
+changes what another one reads.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _LOAD = "send it to a deployment of the same model, or bring them with sync_weig
 
 
 def start_reading(step: Step, op: Op) -> None:
-    """Keep the version that an operation names, from the time when it is filed."""
+    """Keep the version that an operation names, from the time when it is enqueued."""
     if op.version is None:
         return
     versions = _versions(step, op)
@@ -38,9 +36,9 @@ def start_reading(step: Step, op: Op) -> None:
 
 
 def resolve(step: Step, deployment: Deployment, op: Op) -> ErrorInfo | None:
-    """Find out what the version is that an operation names, once nothing else keeps it waiting.
+    """Find the version that an operation names, when nothing else keeps the operation waiting.
 
-    Returns: why the deployment cannot read it.
+    Returns: the error if the deployment cannot read the version.
     """
     version = op.version
     if version is None or op.is_mutating:
@@ -57,8 +55,10 @@ def resolve(step: Step, deployment: Deployment, op: Op) -> ErrorInfo | None:
 
 
 def running_publish(step: Step, op: Op) -> Op | None:
-    """The publish of the version that an operation names, where it runs still: its caller may have
-    the version's outcome before the log has it."""
+    """The publish of the named version, if it is still running.
+
+    A caller may know the outcome of a publish before the log does.
+    """
     if op.version is None or op.is_mutating:
         return None
     policy = step.deployment(op.version.policy)
@@ -69,7 +69,7 @@ def running_publish(step: Step, op: Op) -> Op | None:
 
 
 def _policy(step: Step, version: VersionKey) -> Deployment | ErrorInfo:
-    """The policy that has published a version, or why there is none."""
+    """The policy that has published a version, or the error if there is none."""
     job = step.state.jobs.get(str(version.policy.job_key))
     if job is None:
         message = f"there is no job {version.policy.job!r}"
@@ -83,7 +83,7 @@ def _policy(step: Step, version: VersionKey) -> Deployment | ErrorInfo:
 
 
 def _misfit(version_model: ModelSpec, spec: DeploymentSpec) -> str:
-    """Why a deployment cannot read weights of another model; empty: it can, as far as can be told
+    """Why a deployment cannot read weights of another model; empty: it can, as far as is known
     here."""
     own_model = spec.model
     if version_model.adapter is None:
@@ -101,7 +101,7 @@ def _misfit(version_model: ModelSpec, spec: DeploymentSpec) -> str:
 
 
 def _no_room(adapter: Adapter, own_adapter: Adapter, spec: DeploymentSpec) -> str:
-    """Why a sampler has no place for an adapter beside its own; empty: it has one."""
+    """Why a sampler has no room for another adapter; empty: it has."""
     if not spec.max_adapters:
         return "this deployment has no room for other adapters: declare it with max_adapters"
     if adapter.rank > own_adapter.rank:
@@ -111,13 +111,13 @@ def _no_room(adapter: Adapter, own_adapter: Adapter, spec: DeploymentSpec) -> st
 
 
 def _base(model: ModelSpec) -> object:
-    """The properties that tell one base model from another, wherever its files are."""
+    """The properties that identify a base model, wherever its files are."""
     files = model.pinned.files if model.pinned is not None else []
     return model.config, [(file.name, file.blake3) for file in files]
 
 
 def record_copies(step: Step, deployment: Deployment, op: Op) -> None:
-    """Note that the nodes of a deployment are about to have a copy of the version."""
+    """Record that the nodes of a deployment are about to have a copy of the version."""
     if op.version is None:
         return
     versions = _versions(step, op)
@@ -126,14 +126,14 @@ def record_copies(step: Step, deployment: Deployment, op: Op) -> None:
 
 
 def stop_reading(step: Step, deployment: Deployment, op: Op) -> None:
-    """Stop keeping the version that an operation named, which has ended."""
+    """Stop keeping the version that an ended operation has named."""
     if op.version is None or op.is_mutating:
         return
     name, versions = str(op.version), _versions(step, op)
     named = versions.named.get(name) if versions is not None else None
     if versions is None or named is None or op.key not in named.readers:
         if op.permitted_s:
-            # It was released under the operation, whose node may have fetched it since.
+            # The version was released while the operation ran; its node may have fetched it since.
             for node in step.nodes_of(deployment):
                 step.send(ReleaseVersions, node, versions=[op.version])
         return
@@ -147,14 +147,14 @@ def stop_reading(step: Step, deployment: Deployment, op: Op) -> None:
 
 
 def wake_at(step: Step, version: VersionKey, until_s: float) -> None:
-    """Look at a version again when it may be named no longer."""
+    """Look at a version again when it may no longer be named."""
     timer = f"version/{version.policy.job_key}/{version}"
     if timer not in step.state.timers:
         step.set_timer(timer, until_s)
 
 
 def _versions(step: Step, op: Op) -> JobVersions | None:
-    """The versions of the job whose version an operation reads by name; None: it names none."""
+    """The versions of the job whose version an operation reads by name; None: it reads none."""
     if op.version is None or op.is_mutating:
         return None
     job = step.state.jobs.get(str(op.version.policy.job_key))

@@ -1,8 +1,8 @@
 """The state of the scheduler, as one serialisable tree.
 
-The tree is the fold of the decision log: nothing in it comes from anywhere else. Mappings are keyed
-by the text form of a key (`str(DeploymentKey)`), so that a snapshot is plain MessagePack. They are
-changed by the methods of `State`, or by the one module that owns the mapping.
+The tree is the fold of the decision log and contains nothing from anywhere else. Mappings are keyed
+by the text form of a key, for example `str(DeploymentKey)`, so that a snapshot is plain
+MessagePack. A mapping is changed by the methods of `State`, or by the one module that owns it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from phaseloom.scheduler.core.state.node import Leave, Node
 from phaseloom.scheduler.core.state.observed import MOST_SIZES, Observed, name_of
 
 CORE_VERSION = 1
-"""Raised whenever the same log would give other commands, or the state has another shape; the
-snapshot of an older version is taken over as `upgrades.py` says."""
+"""Raised whenever the same log would give other commands, or the state has another shape.
+`upgrades` turns the snapshot of an older version into one of this version."""
 
 
 MAX_LATENCY_S = 1.0
-"""A longer one is a pause of something, and none to go by."""
+"""A longer latency is a pause of some process and would distort the average."""
 
 
 class State(msgspec.Struct):
@@ -36,43 +36,43 @@ class State(msgspec.Struct):
     deployments: dict[str, Deployment] = {}
     traces: dict[str, PhaseTrace] = {}
     switch_s: dict[str, tuple[float, float]] = {}
-    """Newest (offload, load) seconds by deployment."""
+    """Deployment → seconds of its newest (offload, load)."""
     latency_s: float = 0.0
-    """Seconds by which the log usually tells the end of an operation later than its permit, switch
-    and duration say: commands and outcomes on their way. Predictions alone go by it."""
+    """Usual seconds between the end of an operation, computed from its permit, switch and duration,
+    and the log entry of that end: commands and outcomes in transit. Only predictions use it."""
     observed: dict[str, dict[str, Observed]] = {}
-    """Deployment → kind and size of operations → how long these take beside others, where devices
-    are shared in space by a table of slowdowns."""
+    """Deployment → kind and size of operations → how long these take next to others. Filled only
+    while devices are shared in space by a table of slowdowns."""
     timers: dict[str, float] = {}
-    """Timer → when it is due."""
+    """Timer → when it fires."""
     waiters: dict[str, list[str]] = {}
     """Operation → the operations that wait for it."""
     cluster: Cluster = msgspec.field(default_factory=Cluster)
-    """The cluster as placement sees it: nodes, groups, and the jobs placed or waiting."""
+    """Placement's view of the cluster: nodes, groups, and the jobs placed or waiting."""
     replanning: int = 0
-    """Log sequence of the question for moves that has no answer yet; 0: there is none."""
+    """Log sequence of the pending request for moves; 0: none is pending."""
     is_replan_due: bool = False
-    """Whether a job has left or drifted since moves were asked for."""
+    """Whether a job has left or drifted since moves were last requested."""
     moving: list[str] = []
-    """Deployments that are to go elsewhere, in the order in which that was decided."""
+    """Deployments that are moving to other nodes, in the order in which that was decided."""
     closing: dict[NodeId, Leave] = {}
-    """Nodes that are drained, or do not come back."""
+    """Nodes that are drained, or will not come back."""
     crowded: list[NodeId] = []
-    """Nodes whose host memory may not hold the states of all that are placed on them."""
+    """Nodes whose host memory may not hold the states of all deployments placed on them."""
     stopping: dict[NodeId, dict[str, int]] = {}
     """Node → deployments that it was told to forget and has not confirmed, each with the
-    incarnation in which it was told."""
+    incarnation that the request named."""
 
     # --- the log ---------------------------------------------------------------------------------
 
     def advance(self, sequence: int, time_s: float) -> None:
-        """Take the place and time of the next entry. The time stays where the log's clock steps
-        back."""
+        """Move on to the next log entry. If the log's clock steps back, the state's time stands
+        still."""
         self.sequence = sequence
         self.now_s = self.cluster.now_s = max(self.now_s, time_s)
 
     def record_latency(self, latency_s: float) -> None:
-        """Take a measured latency into the usual one, most of which are the last ten."""
+        """Take a measured latency into the moving average, which mostly reflects the last ten."""
         latency_s = min(max(0.0, latency_s), MAX_LATENCY_S)
         self.latency_s += (latency_s - self.latency_s) / 10
 
@@ -80,7 +80,7 @@ class State(msgspec.Struct):
         self.timers[timer] = due_s
 
     def pop_timer(self, timer: str) -> float | None:
-        """Take a timer off the list; returns when it was due, None where it is not set."""
+        """Remove a timer and return when it was due; None if it is not set."""
         return self.timers.pop(timer, None)
 
     # --- jobs, deployments, nodes ----------------------------------------------------------------
@@ -92,7 +92,7 @@ class State(msgspec.Struct):
         del self.deployments[name]
 
     def set_trace(self, job: str, trace: PhaseTrace) -> None:
-        """Note what the profiler has measured of a job."""
+        """Store the profiler's measurements of a job."""
         self.traces[job] = trace
 
     def drop_trace(self, job: str) -> None:
@@ -105,9 +105,10 @@ class State(msgspec.Struct):
         self.switch_s.pop(deployment, None)
 
     def observe(self, deployment: str, kind: str, stage: str, num_tokens: int) -> Observed:
-        """Find the record of a deployment's operations of a kind and about this size, or begin one.
+        """Return the record of a deployment's operations of a kind and about this size, created if
+        missing.
 
-        Args: stage: the kind of sub-stage that the table of slowdowns has for them.
+        Args: stage: the kind of sub-stage under which the table of slowdowns has them.
         """
         records = self.observed.setdefault(deployment, {})
         name = name_of(kind, num_tokens)
@@ -117,16 +118,16 @@ class State(msgspec.Struct):
         return observed
 
     def age_observed(self, deployment: str) -> None:
-        """Note that an operation of a deployment has ended."""
+        """Record that an operation of a deployment has ended."""
         for observed in self.observed.get(deployment, {}).values():
             observed.age()
 
     def forget_observed(self, deployment: str) -> None:
-        """Forget what was seen of a deployment: it has left its device."""
+        """Forget the observations of a deployment, because it has left its device."""
         self.observed.pop(deployment, None)
 
     def forget_all_observed(self) -> None:
-        """Forget what was seen of all deployments: it was compared with another table."""
+        """Forget all observations, because they were compared with another table."""
         self.observed.clear()
 
     # --- operations that wait for others ---------------------------------------------------------
@@ -135,7 +136,7 @@ class State(msgspec.Struct):
         self.waiters.setdefault(operation, []).append(waiter)
 
     def pop_waiters(self, operation: str) -> list[str]:
-        """Take the operations that wait for this one off the list, and return them."""
+        """Remove and return the operations that wait for this one."""
         return self.waiters.pop(operation, [])
 
     # --- moves, and nodes that are to be left ----------------------------------------------------
@@ -154,7 +155,7 @@ class State(msgspec.Struct):
         self.closing[node] = leave
 
     def reopen_node(self, node: NodeId) -> None:
-        """Note that the node is not to be left any more."""
+        """Record that the node no longer has to be vacated."""
         del self.closing[node]
 
     def mark_crowded(self, node: NodeId) -> None:
@@ -162,7 +163,7 @@ class State(msgspec.Struct):
             self.crowded.append(node)
 
     def unmark_crowded(self, node: NodeId) -> None:
-        """Note that the host memory of the node holds the states of all that are placed there."""
+        """Record that the node's host memory holds the states of all deployments placed there."""
         self.crowded.remove(node)
 
     # --- what nodes are to forget ----------------------------------------------------------------
@@ -171,21 +172,23 @@ class State(msgspec.Struct):
         self.stopping.setdefault(node, {})[deployment] = incarnation
 
     def request_forget_again(self, node: NodeId, deployment: str) -> int:
-        """Note that the node is told once more to forget a deployment; returns the incarnation to
-        tell it, a new one, so that its confirmation is told apart."""
+        """Record that a node is told again to forget a deployment.
+
+        Returns: the incarnation to name in the request. It is new, to tell its confirmation apart.
+        """
         self.stopping[node][deployment] += 1
         return self.stopping[node][deployment]
 
     def confirm_forgotten(self, node: NodeId, deployment: str) -> None:
-        """Note the node's confirmation that it has nothing of the deployment any more."""
+        """Record that the node has confirmed having no data of the deployment."""
         del self.stopping[node][deployment]
         if not self.stopping[node]:
             del self.stopping[node]
 
     def withdraw_forget(self, node: NodeId, deployment: str) -> int:
-        """Wait no longer for the node's confirmation that it has forgotten a deployment.
+        """Stop waiting for the node's confirmation that it has forgotten a deployment.
 
-        Returns: the incarnation in which the node was told; 0: it was not.
+        Returns: the incarnation that the request named; 0: there was no request.
         """
         return self.stopping.get(node, {}).pop(deployment, 0)
 
