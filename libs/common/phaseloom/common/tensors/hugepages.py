@@ -1,9 +1,9 @@
-"""Memory files on huge pages, where the system gives them.
+"""Memory files on huge pages, if the system provides them.
 
-A disk takes memory of ordinary pages in pieces of a page each, and so moves half as much a second.
-Whether the system gives huge pages to memory files by itself is its administrator's choice
-(`shmem_enabled`). When it is asked for a range (MADV_COLLAPSE, Linux 6.1), it gives them whatever
-that choice is. All of this is best effort: without huge pages everything works, only more slowly.
+A disk transfers memory of ordinary pages one page at a time, which halves the throughput. The
+administrator decides whether memory files get huge pages automatically (`shmem_enabled`). An
+explicit request for a range (MADV_COLLAPSE, Linux 6.1) works independently of that setting. All of
+this is best effort: without huge pages everything works, but more slowly.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def map_file(fd: int, num_bytes: int, *, writable: bool = True) -> tuple[mmap.mmap, int]:
-    """Map a file's beginning at an address where huge pages are possible.
+    """Map the beginning of a file at an address that allows huge pages.
 
-    Memory that is read through small pages takes twice as long to read for the first time after
-    another process has written it.
+    After another process has written memory, the first read through small pages takes twice as
+    long.
 
-    Args:    num_bytes: how much of the file to map; whole pages.
-             writable: whether what is written to the mapping is written to the file. Otherwise
-                 nobody may write to it, though the system would let them.
-    Returns: a mapping, and where in it the file begins. The mapping ends when its last reference
-             is gone.
-    Raises:  OSError: the system maps no more.
+    Args:    num_bytes: how much of the file to map; a multiple of the page size.
+             writable: whether writes to the mapping go to the file. If not, the caller must not
+                 write to it, although the system would permit it.
+    Returns: a mapping, and the offset in it at which the file begins. The mapping ends with its
+            last reference.
+    Raises:  OSError: the system refuses the mapping.
     """
     if num_bytes < HUGE_BYTES:
         return mmap.mmap(fd, num_bytes, flags=_sharing(writable)), 0
@@ -53,10 +53,10 @@ def map_file(fd: int, num_bytes: int, *, writable: bool = True) -> tuple[mmap.mm
 
 
 def place_file(address: int, fd: int, num_bytes: int, *, writable: bool = True) -> None:
-    """Map a file's beginning at an address, over whatever is mapped there.
+    """Map the beginning of a file at an address, replacing existing mappings there.
 
     Args:   writable: see `map_file`.
-    Raises: OSError: the system refuses.
+    Raises: OSError: the system refuses the mapping.
     """
     if not num_bytes:
         return
@@ -66,21 +66,21 @@ def place_file(address: int, fd: int, num_bytes: int, *, writable: bool = True) 
 
 
 def _sharing(writable: bool) -> int:
-    """The flag of a mapping that is written through, or only read.
+    """Return the mmap flags for a mapping that is written to the file, or only read.
 
-    The latter is private, because ctypes takes the address of writable mappings only. Private pages
-    that nobody has written are the file's own.
+    A read-only mapping is private and writable, because ctypes takes the address of writable
+    mappings only. Private pages that are never written are the file's own.
     """
     return mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | _MAP_NORESERVE
 
 
 def make_huge(memory: memoryview) -> bool:
-    """Put as much as possible of memory that `map_file` mapped on huge pages; its content stays.
+    """Move as much as possible of memory mapped by `map_file` to huge pages. The content stays.
 
-    Memory that was never touched is touched by this, which takes long: run it in a thread.
+    This touches memory that was never touched, which takes long, so call it in a thread.
 
-    Returns: whether all of it that can be is on huge pages now; False also where there is too
-             little memory for one.
+    Returns: whether everything that can be is now on huge pages. False if the memory is too small
+            for a huge page.
     """
     if memory.readonly or len(memory) < HUGE_BYTES:
         return False
@@ -90,7 +90,7 @@ def make_huge(memory: memoryview) -> bool:
     if num_bytes <= 0:
         return False
     for start in range(first, first + num_bytes, HUGE_BYTES):
-        # The system refuses a range of which no page is there; to read a page brings it there.
+        # The system refuses a range without any present page. Reading one byte makes it present.
         memory[start]
     done: int = _libc.madvise(address + first, num_bytes, _MADV_COLLAPSE)
     return done == 0

@@ -1,12 +1,12 @@
 """Layouts: how a deployment's work is spread over its ranks, as index arithmetic.
 
-`split` cuts work over the data-parallel replicas, and `merge` puts the results together again;
-`contract.kinds` says how each kind of operation is cut and merged. Which slice of a tensor a rank
-holds is its backend's to say (`phaseloom.common.tensors.resharding`).
+`split` divides work among the data-parallel replicas, and `merge` combines the results.
+`contract.kinds` defines how each kind of operation is split and merged. The backend decides which
+slice of a tensor each rank has (`phaseloom.common.tensors.resharding`).
 
-Ranks are numbered tp fastest, then cp, dp, pp. Expert parallelism has no ranks of its own: for it,
-the ranks of a pipeline stage are numbered ep fastest, then the replicas of the experts (Megatron's
-order `tp-cp-ep-dp-pp` with whole experts).
+Rank numbers count tp fastest, then cp, dp, pp. Expert parallelism has no ranks of its own: it
+numbers the ranks of a pipeline stage ep fastest, then by replica of the experts (Megatron's order
+`tp-cp-ep-dp-pp` with whole experts).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ A = TypeVar("A", bound=Args)
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A rank's place along each axis of its layout."""
+    """A rank's position along each axis of its layout."""
 
     dp: int
     pp: int
@@ -41,7 +41,8 @@ class Coordinates:
 def check_layout(layout: Layout) -> None:
     """Check the sizes of a layout.
 
-    Raises: CallerError: a size is below 1, or ep does not divide the ranks of a pipeline stage.
+    Raises: CallerError: a size is below 1, or ep does not divide the number of ranks of a pipeline
+            stage.
     """
     for axis in layout.__struct_fields__:
         if getattr(layout, axis) < 1:
@@ -75,7 +76,7 @@ def rank_of(layout: Layout, *, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 
 
 
 def speakers(layout: Layout) -> list[int]:
-    """For each replica, the rank whose results count: a rank of the last stage, which has the
+    """Return one rank per replica whose results count: a rank of the last stage, which has the
     logits."""
     return [rank_of(layout, dp=dp, pp=layout.pp - 1) for dp in range(layout.dp)]
 
@@ -88,30 +89,31 @@ def _stage_ranks(layout: Layout) -> int:
 
 
 def split(args: A, layout: Layout, rank: int) -> A:
-    """The part of an operation that this rank runs; an operation without data goes to all ranks
-    whole."""
+    """Return the part of an operation that this rank runs. Operations without batch data go to all
+    ranks unchanged."""
     return split_shared([args], layout, rank)[0]
 
 
 def split_shared(requests: Sequence[A], layout: Layout, rank: int) -> list[A]:
-    """The part that this rank runs of each of several operations of one kind that run together."""
+    """Return the parts that this rank runs of several operations of one kind that run together."""
     part = coordinates(rank, layout).dp
     return kind_for(requests[0]).cut(requests, layout.dp, part)
 
 
 def runs_of(requests: Sequence[A], layout: Layout, rank: int) -> list[range]:
-    """The places in each operation of the items that `split_shared` gives this rank."""
+    """Return, for each operation, the index range of the items that `split_shared` assigns to this
+    rank."""
     return kind_for(requests[0]).runs(requests, layout.dp, coordinates(rank, layout).dp)
 
 
 def merge(kind: str, results: Sequence[Result], layout: Layout) -> Result:
-    """The result of an operation, put together from the results of all its ranks.
+    """Combine the results of all ranks into the result of an operation.
 
-    Where each replica has a part of the result, only the results of one rank a replica count. Where
-    a kind has a single result, all ranks must agree on it.
+    If each replica has a part of the result, only one rank's result per replica counts. If the kind
+    has a single result, all ranks must agree on it.
 
-    Args:   results: those of all ranks, in the order of ranks.
-    Raises: InternalError: the ranks do not agree, or the results cannot be merged.
+    Args:   results: the results of all ranks, in rank order.
+    Raises: InternalError: the ranks disagree, or the results cannot be merged.
     """
     merge_parts = KINDS[kind].merge
     if merge_parts is not None:
@@ -123,9 +125,9 @@ def merge(kind: str, results: Sequence[Result], layout: Layout) -> Result:
 
 
 def chunk(size: int, parts: int, part: int) -> range:
-    """The indices of one part by torch.chunk's rule, by which FSDP2 shards dim 0.
+    """Return the indices of one part by torch.chunk's rule, which FSDP2 uses to shard dim 0.
 
-    Each part has ceil(size / parts) indices, while there are any left.
+    Each part has ceil(size / parts) indices, as long as enough remain.
     """
     each = -(-size // parts)
     return range(min(size, part * each), min(size, (part + 1) * each))

@@ -1,8 +1,8 @@
-"""A model's directory in the Hugging Face layout, read for its registration.
+"""Read a model directory in the Hugging Face layout, for its registration.
 
-A registration has the config, the safetensors that it needs and the small files that belong to it;
-anything else in the directory, and code above all, is left alone. The operator's command line and
-the mesh's supervisor register; agents verify against the registration.
+A registration includes the config, the safetensors files it needs, and the small files that belong
+to them. All other files in the directory are ignored, in particular code. The operator's command
+line and the mesh's supervisor register models; agents verify files against the registration.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ _COMPANIONS = (
     *("vocab.*", "merges.txt", "chat_template*", "*.model", "*.tiktoken"),
     *("LICENSE*", "NOTICE*", "README.md"),
 )
-"""The names of files that are registered beside config and weights, and copied into checkpoints."""
+"""Names of files that are registered with config and weights, and copied into checkpoints."""
 
 
 def is_companion(name: str) -> bool:
-    """Whether a file of a model's directory is neither config nor weights, but belongs to it."""
+    """Whether a file belongs to the model but is neither config nor weights."""
     return any(fnmatch(name, pattern) for pattern in _COMPANIONS)
 
 
 def file_blake3(path: Path) -> str:
-    """The BLAKE3 of a file, in hex; several processors compute it. Raises: OSError."""
+    """Return the BLAKE3 of a file, in hex, computed in parallel. Raises: OSError."""
     return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
 
 
 def check_directory(directory: Path, field: str) -> None:
-    """Check what can be told of a model's directory without reading its weights.
+    """Check a model directory without reading its weights.
 
-    Args:   field: what names the directory, for the error.
-    Raises: CallerError: as `read_model`.
+    Args:   field: the argument or setting that names the directory, for errors.
+    Raises: CallerError: see `read_model`.
     """
     try:
         _found(directory.absolute())
@@ -64,11 +64,11 @@ def check_directory(directory: Path, field: str) -> None:
 
 
 def read_model(name: str, directory: Path) -> RegisteredModel:
-    """Read and hash a model's directory.
+    """Read and hash a model directory.
 
     Args:   name: the name to register it under.
-    Raises: CallerError: the name cannot be one; NOT_FOUND: there is no such directory, or a file is
-            missing; INVALID_ARGUMENT: a file is not what it should be.
+    Raises: CallerError: the name is invalid. NOT_FOUND: the directory or a file is missing.
+            INVALID_ARGUMENT: a file has invalid content.
     Cost:   reads every file once.
     """
     check_name(name, "name")
@@ -85,7 +85,7 @@ def read_model(name: str, directory: Path) -> RegisteredModel:
 
 
 def _found(directory: Path) -> tuple[dict[str, Any], list[str], list[Entry]]:
-    """The model's config, the names of its safetensors files, and the tensors in them."""
+    """Return the model's config, the names of its safetensors files, and the tensors in them."""
     if not directory.is_dir():
         raise CallerError(
             f"there is no directory {directory}",
@@ -101,7 +101,7 @@ def _found(directory: Path) -> tuple[dict[str, Any], list[str], list[Entry]]:
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """Have a file that is missing, or cannot be read, refused as the caller's."""
+    """Report a missing or unreadable file as a CallerError."""
     try:
         yield
     except FileNotFoundError as error:
@@ -121,7 +121,7 @@ def _readable() -> Iterator[None]:
 
 
 def _weights(directory: Path) -> tuple[list[str], list[Entry]]:
-    """The names of the model's safetensors files, and the tensors in them."""
+    """Return the names of the model's safetensors files, and the tensors in them."""
     single = f"{_STEM}.safetensors"
     if (directory / single).exists():
         return [single], _entries(directory / single)

@@ -1,11 +1,13 @@
-"""Weights from one layout to another: which tensor slices a node fetches, and from which part.
+"""Move weights from one layout to another: which tensor slices a node fetches, from which part.
 
-A rank *holds* one box of each tensor that it has anything of, whatever cut the model so: rows,
-columns, heads, layers, experts. What it holds is all that a plan knows of it. A *part* is what one
-source rank holds and writes; source ranks that hold the same share one part. Every byte that any
-target rank of a node holds reaches the node exactly once. Of parts that hold the same, every node
-takes a byte from the same one, whatever else it needs: so nodes that share a slow link fetch each
-byte over it once. A node that needs all asks no part for much more than another.
+A rank *holds* one box of each tensor that it has any of, however the model was split: by rows,
+columns, heads, layers or experts. A plan knows nothing else about a rank. A *part* is what one
+source rank holds and writes; source ranks with equal holdings share one part.
+
+Every byte that any target rank of a node holds reaches the node exactly once. If several parts have
+a byte, all nodes fetch it from the same one, whatever else they need. So nodes behind a shared slow
+link transfer each byte over it once. The load of a node that needs everything is spread evenly over
+the parts.
 
 Everything here is pure: the same boxes give the same plan.
 
@@ -35,9 +37,9 @@ Index = tuple[int, ...]
 
 
 def item_bytes(dtype: str) -> int:
-    """The size of one element of a dtype.
+    """Return the size of one element of a dtype.
 
-    Raises: CallerError: no weight has this dtype.
+    Raises: CallerError: weights cannot have this dtype.
     """
     try:
         return _ITEM_BYTES[dtype]
@@ -48,7 +50,7 @@ def item_bytes(dtype: str) -> int:
 
 
 class Box(NamedTuple):
-    """A slice of a whole tensor: where it begins and its size, along each dim."""
+    """A slice of a whole tensor: its start and size along each dimension."""
 
     start: Index
     size: Index
@@ -62,23 +64,23 @@ class Box(NamedTuple):
         )
 
     def offset(self, inner: Box) -> Index:
-        """Where a box inside this one begins in it."""
+        """Return the start of a box inside this one, relative to this one."""
         return tuple(its - mine for mine, its in zip(self.start, inner.start, strict=True))
 
 
 class Tensor(NamedTuple):
-    """A whole tensor's shape and dtype."""
+    """Shape and dtype of a whole tensor."""
 
     shape: Index
     dtype: str
 
 
 Holding = Mapping[str, Box]
-"""A rank's share of a model's weights: the box of each tensor that the rank has anything of."""
+"""A rank's share of a model's weights: the box of each tensor that it has any of."""
 
 
 def holding_of(slots: Sequence[TensorSlot]) -> dict[str, Box]:
-    """The box of each weight among these slots, by name; other roles are left out."""
+    """Return the box of each weight among these slots, by name. Other roles are ignored."""
     return {
         slot.name: Box(tuple(slot.start or [0] * len(slot.shape)), tuple(slot.shape))
         for slot in slots
@@ -87,7 +89,7 @@ def holding_of(slots: Sequence[TensorSlot]) -> dict[str, Box]:
 
 
 def tensors_of(slots: Sequence[TensorSlot]) -> dict[str, Tensor]:
-    """The whole tensors that the weights among these slots are slices of."""
+    """Return the whole tensors that the weights among these slots are slices of."""
     return {
         slot.name: Tensor(tuple(slot.global_shape or slot.shape), slot.dtype)
         for slot in slots
@@ -96,7 +98,7 @@ def tensors_of(slots: Sequence[TensorSlot]) -> dict[str, Tensor]:
 
 
 def parts_of(holdings: Sequence[Holding]) -> list[list[int]]:
-    """The ranks that share each part, in the order of their first rank."""
+    """Return the ranks that share each part, in the order of their first rank."""
     parts: dict[tuple[tuple[str, Box], ...], list[int]] = {}
     for rank, holding in enumerate(holdings):
         parts.setdefault(tuple(sorted(holding.items())), []).append(rank)
@@ -105,7 +107,7 @@ def parts_of(holdings: Sequence[Holding]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Use:
-    """The place of a slice in a target rank's tensor."""
+    """Destination of a slice in a target rank's tensor."""
 
     rank: int
     start: Index
@@ -113,12 +115,12 @@ class Use:
 
 @dataclass(frozen=True)
 class Fetch:
-    """A slice of one tensor that a node fetches once, for all of its ranks that hold it."""
+    """A slice of one tensor that a node fetches once for all of its ranks that hold it."""
 
     name: str
     part: int
     start: Index
-    """Where the slice begins in the part's tensor."""
+    """Start of the slice in the part's tensor."""
     size: Index
     num_bytes: int
     uses: tuple[Use, ...]
@@ -127,13 +129,13 @@ class Fetch:
 def fetches(
     tensors: Mapping[str, Tensor], parts: Sequence[Holding], ranks: Mapping[int, Holding]
 ) -> list[Fetch]:
-    """Everything that the target ranks of one node need, spread over the parts that have it.
+    """Plan the fetches of everything that the target ranks of one node need, spread over the parts.
 
-    Tensors that are cut alike on both sides are planned once.
+    Tensors that are split the same way on both sides are planned together.
 
-    Args:   tensors: all tensors of the model, whatever is needed of it here.
+    Args:   tensors: all tensors of the model, including those not needed here.
             ranks: the holdings of the node's target ranks, by rank.
-    Raises: CallerError: FAILED_PRECONDITION: no part holds something that is needed.
+    Raises: CallerError: FAILED_PRECONDITION: no part has a required slice.
     """
     sources = _by_tensor(dict(enumerate(parts)))
     homes = _homes(tensors, sources)
@@ -159,11 +161,11 @@ _Held = tuple[tuple[int, Box], ...]
 
 @dataclass(frozen=True)
 class _Cell:
-    """A slice that every source and target box holds whole or not at all."""
+    """A slice that every source and target box contains either completely or not at all."""
 
     box: Box
     sources: Mapping[int, Index]
-    """Each part that holds it, and where it begins in the part's tensor."""
+    """Each part that has it → the slice's start in the part's tensor."""
     uses: tuple[Use, ...]
 
     @property
@@ -173,24 +175,26 @@ class _Cell:
 
 @dataclass(frozen=True)
 class _Home:
-    """The part from which every node takes each slice of some tensors that the parts cut alike."""
+    """Where all nodes fetch the slices of tensors that the parts split the same way."""
 
     slices: list[tuple[Box, dict[str, int]]]
-    """(a slice that every part holds whole or not at all, the part that it comes from by
-    tensor)."""
+    """Each slice that every part contains completely or not at all, with the assigned part by
+    tensor."""
 
     def parts_of(self, box: Box) -> dict[str, int]:
-        """The part from which a slice comes, by tensor. Args: box: the slice, inside one of
-        `slices`."""
+        """Return the part to fetch a slice from, by tensor.
+
+        Args:   box: the slice, inside one of `slices`.
+        """
         return next(parts for each, parts in self.slices if each.covers(box))
 
 
 def _homes(
     tensors: Mapping[str, Tensor], sources: Mapping[str, _Held]
 ) -> dict[tuple[Tensor, _Held], _Home]:
-    """The part from which each byte comes, for all targets: the least loaded one that has the byte.
+    """Assign each byte, for all targets, to the least loaded part that has it.
 
-    The largest slices are assigned first, so that small ones even the loads out.
+    The largest slices are assigned first, so that small ones can even out the loads.
     """
     alike: dict[tuple[Tensor, _Held], list[str]] = {}
     for name in sorted(tensors):
@@ -222,9 +226,9 @@ def _by_tensor(holdings: Mapping[int, Holding]) -> dict[str, _Held]:
 
 
 def _cells(name: str, targets: _Held, sources: _Held) -> list[_Cell]:
-    """The cells of everything that a target holds, none where there is no target.
+    """Return the cells of everything that a target holds; empty without targets.
 
-    Raises: CallerError: no source holds one of them.
+    Raises: CallerError: no source has one of them.
     """
     if not targets:
         return []
@@ -253,11 +257,11 @@ def _cells(name: str, targets: _Held, sources: _Held) -> list[_Cell]:
 def assign(
     members: range, num_bytes: int, parts: Sequence[int], loads: Counter[int]
 ) -> list[tuple[int, range]]:
-    """Assign members of equal size to parts, always the next one to the least loaded part.
+    """Assign equally large members to parts, each one to the least loaded part.
 
-    Args:    loads: the bytes that each part has to send so far; the assigned ones are added to it.
+    Args:    loads: the bytes already assigned to each part; updated by this call.
     Returns: the members of each part that gets any.
-    Cost:    O(parts · log parts), however many members there are.
+    Cost:    O(parts · log parts), independent of the number of members.
     """
     if len(parts) == 1:
         loads[parts[0]] += num_bytes * len(members)
@@ -274,9 +278,10 @@ def assign(
 
 
 def _filled(count: int, size: int, loads: list[int]) -> list[int]:
-    """The number of `count` items of this size that each part gets, the least loaded part first.
+    """Return how many of `count` items of this size each part gets, filling the least loaded part
+    first.
 
-    Args: loads: the load of each part before.
+    Args:   loads: the previous load of each part.
     """
     order = sorted(range(len(loads)), key=lambda i: (loads[i], i))
     total, num_open = count * size, 0
@@ -291,7 +296,8 @@ def _filled(count: int, size: int, loads: list[int]) -> list[int]:
     for number in order[:num_open]:
         counts[number] = (level - loads[number]) // size if size else 0
     rest = count - sum(counts)
-    # The rest is fewer items than there are open parts, each below the level by less than an item.
+    # Fewer items remain than there are open parts. Each open part is below the level by less than
+    # one item.
     by_load = sorted(order, key=lambda i: (loads[i] + counts[i] * size, i))
     for i in range(rest):
         counts[by_load[i % len(by_load)]] += 1
@@ -299,33 +305,34 @@ def _filled(count: int, size: int, loads: list[int]) -> list[int]:
 
 
 class Rows(NamedTuple):
-    """Runs of adjacent bytes that lie at equal distances, in one memory and in another.
+    """Equally long byte ranges at constant strides, in a source and in a target memory.
 
-    A slice of some columns of a matrix is as many runs as the matrix has rows, and one `Rows`.
+    For example, some columns of a matrix are one `Rows` with as many ranges as the matrix has rows.
     """
 
     source: int
-    """The offset of the first run in the source, in bytes."""
+    """Byte offset of the first range in the source."""
     target: int
-    """The offset of the first run in the target, in bytes."""
+    """Byte offset of the first range in the target."""
     num_bytes: int
-    """The length of each run."""
+    """Length of each range."""
     num_rows: int = 1
     source_stride: int = 0
-    """The bytes from the start of one run to that of the next; without meaning for a single run."""
+    """Bytes from the start of one range to the start of the next; meaningless for a single
+    range."""
     target_stride: int = 0
 
     def moved(self, source: int, target: int) -> Rows:
-        """The same rows, moved by so many bytes in source and target."""
+        """Return the same rows, shifted by these numbers of bytes in source and target."""
         return self._replace(source=self.source + source, target=self.target + target)
 
     def some(self, first: int, num_rows: int) -> Rows:
-        """A number of the rows, from the row `first` on."""
+        """Return `num_rows` of the rows, starting with row `first`."""
         there, here = first * self.source_stride, first * self.target_stride
         return self.moved(there, here)._replace(num_rows=num_rows)
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """Each run as (offset in the source, offset in the target, length)."""
+        """Yield each range as (offset in the source, offset in the target, length)."""
         for row in range(self.num_rows):
             there, here = row * self.source_stride, row * self.target_stride
             yield self.source + there, self.target + here, self.num_bytes
@@ -334,11 +341,11 @@ class Rows(NamedTuple):
 def byte_rows(
     size: Index, item_bytes: int, there: tuple[Index, Index], here: tuple[Index, Index]
 ) -> Iterator[Rows]:
-    """The longest runs of a slice's bytes that are adjacent in sender and receiver.
+    """Yield the longest byte ranges of a slice that are contiguous in both sender and receiver.
 
-    Args: size: the slice's size along each dim.
-          there: (start of the slice in the sender's tensor, that tensor's shape).
-          here: the same for the receiver's tensor.
+    Args:   size: size of the slice along each dimension.
+            there: (start of the slice in the sender's tensor, shape of that tensor).
+            here: the same for the receiver's tensor.
     """
     dim, length = _adjacent(size, item_bytes, there[1], here[1])
     outer = max(0, dim - 1)
@@ -353,19 +360,20 @@ def byte_rows(
 def box_runs(
     size: Sequence[int], item_bytes: int, start: Sequence[int], shape: Sequence[int]
 ) -> tuple[list[int], int]:
-    """The longest runs of a box's bytes that are adjacent in its tensor, in order.
+    """Find the longest contiguous byte ranges of a box in its tensor, in order.
 
-    Args:    start: where the box starts in the tensor. shape: the tensor's.
-    Returns: the offset of each run in the tensor, and the length of all; in bytes.
+    Args:    start: start of the box in the tensor.
+             shape: shape of the tensor.
+    Returns: the offset of each range in the tensor, and their common length; in bytes.
     """
     dim, length = _adjacent(size, item_bytes, shape)
     return _offsets(size, item_bytes, dim, start, shape), length
 
 
 def _adjacent(size: Sequence[int], item_bytes: int, *shapes: Sequence[int]) -> tuple[int, int]:
-    """The shape of a slice's runs in tensors of these shapes.
+    """Find the contiguous ranges of a slice in tensors of these shapes.
 
-    Returns: the number of outer dims over which the runs are spread, and the bytes of each run.
+    Returns: the number of outer dimensions over which the ranges are spread, and the bytes of each.
     """
     length, dim = item_bytes, len(size)
     while dim and all(size[dim - 1] == shape[dim - 1] for shape in shapes):
@@ -380,8 +388,8 @@ def _adjacent(size: Sequence[int], item_bytes: int, *shapes: Sequence[int]) -> t
 def _offsets(
     size: Sequence[int], item_bytes: int, dim: int, start: Sequence[int], shape: Sequence[int]
 ) -> list[int]:
-    """The offset of each run of a slice that starts there, in bytes; the runs are spread over the
-    first `dim` dims."""
+    """Return the byte offset of each range of a slice; the ranges are spread over the first `dim`
+    dimensions."""
     strides = _strides(item_bytes, shape)
     offsets = [sum(at * stride for at, stride in zip(start, strides, strict=True))]
     for axis in range(dim):
@@ -390,7 +398,7 @@ def _offsets(
 
 
 def _strides(item_bytes: int, shape: Sequence[int]) -> list[int]:
-    """The bytes from one index to the next along each dim of a tensor that lies end to end."""
+    """Bytes from one index to the next along each dimension of a contiguous tensor."""
     strides = [item_bytes] * len(shape)
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * shape[axis + 1]

@@ -1,7 +1,8 @@
-"""The safetensors format: an 8-byte length, a JSON header, then the tensors' bytes, end to end.
+"""The safetensors format: an 8-byte length, a JSON header, then the tensors' bytes without gaps.
 
-The header is padded with spaces so that the data begins at a multiple of 4096: the format allows
-that, and disks can take blocks past the page cache then. Pure; knows no tensor library.
+The header is padded with spaces so that the data starts at a multiple of 4096. The format allows
+this, and it makes direct I/O possible. Pure; independent of any tensor library.
+
 Source: https://github.com/huggingface/safetensors, section Format.
 """
 
@@ -18,7 +19,7 @@ import msgspec
 ALIGNMENT_BYTES = 4096
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
-"""The longest header that the format's own readers accept."""
+"""Longest header that the format's reference readers accept."""
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
 
@@ -44,14 +45,14 @@ _NAMES = {code: name for name, (code, _) in _ITEMS.items()}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor in a file."""
+    """One tensor in a file."""
 
     name: str
     dtype: str
-    """The dtype, as numpy spells it."""
+    """The dtype in numpy's spelling."""
     shape: tuple[int, ...]
     offset: int
-    """The offset of the tensor's first byte in the file."""
+    """Offset of the tensor's first byte in the file."""
 
     @property
     def num_bytes(self) -> int:
@@ -63,7 +64,7 @@ class Entry:
 
 
 def item_bytes(dtype: str) -> int:
-    """The bytes of one element. Raises: ValueError: the format does not have the dtype."""
+    """Return the bytes of one element. Raises: ValueError: the format does not have this dtype."""
     try:
         return _ITEMS[dtype][1]
     except KeyError:
@@ -77,9 +78,9 @@ def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
 def lay_out(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[Entry]]:
-    """The bytes of a file before the data, and the place of each tensor.
+    """Return the bytes of a file before the data, and the position of each tensor.
 
-    Args:   tensors: the name, dtype and shape of each, in the order of their bytes.
+    Args:   tensors: the name, dtype and shape of each tensor, in the order of their bytes.
     Raises: ValueError: the format does not have a dtype.
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
@@ -103,9 +104,9 @@ def lay_out(
 
 
 def header_bytes(prefix: bytes) -> int:
-    """The length of the JSON that follows the first 8 bytes of a file.
+    """Return the length of the JSON that follows the first 8 bytes of a file.
 
-    Raises: ValueError: the file is cut short, or the length is above the limit.
+    Raises: ValueError: the file is truncated, or the length exceeds the limit.
     """
     if len(prefix) < LENGTH_BYTES:
         raise ValueError("it is cut short")
@@ -122,10 +123,11 @@ class _Described(msgspec.Struct, frozen=True):
 
 
 def decode_header(text: bytes, file_bytes: int) -> list[Entry]:
-    """The tensors of a file, in the order of their bytes.
+    """Return the tensors of a file, in the order of their bytes.
 
-    Args:   text: the JSON. file_bytes: the number of bytes of the whole file.
-    Raises: ValueError: the text is no header, or tensors overlap, have gaps or lie outside.
+    Args:   text: the JSON.
+            file_bytes: size of the whole file.
+    Raises: ValueError: the text is not a header, or tensors overlap, leave gaps or exceed the file.
     """
     try:
         raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
@@ -154,7 +156,7 @@ def decode_header(text: bytes, file_bytes: int) -> list[Entry]:
 
 
 def file_names(stem: str, count: int) -> list[str]:
-    """The names of `count` files, as Hugging Face names the shards of a model; a single file has no
+    """Return the names of `count` files in Hugging Face's shard naming. A single file has no
     number."""
     if count == 1:
         return [f"{stem}.safetensors"]
@@ -162,7 +164,7 @@ def file_names(stem: str, count: int) -> list[str]:
 
 
 def index_name(stem: str) -> str:
-    """The name of the index, the file that says which of several shards has which tensor."""
+    """Return the name of the index file, which maps each tensor to its shard."""
     return f"{stem}.safetensors.index.json"
 
 
@@ -172,7 +174,7 @@ class Index(msgspec.Struct, frozen=True):
 
 
 def split(sizes: Iterable[int], max_bytes: int) -> list[int]:
-    """The number of tensors in each file, in order: as many as fit, one at least."""
+    """Return the number of tensors in each file, in order: as many as fit, but at least one."""
     counts: list[int] = []
     room = 0
     for size in sizes:

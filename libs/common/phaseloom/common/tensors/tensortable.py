@@ -1,9 +1,9 @@
-"""Tensor tables: the places of a layout's tensors, as columns that travel and are compared as one.
+"""Tensor tables: the positions of a layout's tensors, stored as columns.
 
-Tens of thousands of `TensorSlot`s take tens of milliseconds to decode; their columns take a few:
-attributes that many tensors of a model have in common are there once, and numbers are packed. Equal
-bytes are equal layouts, so a reader that has seen the bytes before need not decode them at all. The
-slots themselves are made when somebody asks for them.
+Decoding tens of thousands of `TensorSlot`s takes tens of milliseconds; decoding their columns takes
+a few. Attributes that many tensors share are stored once, and numbers are packed. Equal bytes mean
+equal layouts, so a reader need not decode bytes that it has seen before. The slots themselves are
+created on demand.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 
 ALIGNMENT_BYTES = 64
 MAX_TENSORS = 2**18
-"""The most tensors of one rank: decoding a table that a hostile rank sends must not exhaust
+"""Maximum number of tensors of one rank. Decoding a table from a hostile rank must not exhaust
 memory."""
 _MAX_DIMS = 64
 _ALIGNED = bytes(range(0, 256, ALIGNMENT_BYTES))
-"""Every value of the lowest byte of an aligned offset."""
+"""All values of the lowest byte of an aligned offset."""
 _POSITIVE = bytes(range(128))
-"""Every value of the highest byte of a number that is not below zero."""
+"""All values of the highest byte of a non-negative number."""
 
 T = TypeVar("T")
 _Column = Annotated[list[T], msgspec.Meta(max_length=MAX_TENSORS)]
@@ -36,7 +36,7 @@ _Dims = Annotated[list[int], msgspec.Meta(max_length=_MAX_DIMS)]
 
 
 class _Kind(msgspec.Struct, frozen=True, array_like=True):
-    """The attributes that many tensors have in common."""
+    """Attributes that many tensors share."""
 
     role: Role
     dtype: str
@@ -48,20 +48,20 @@ class _Kind(msgspec.Struct, frozen=True, array_like=True):
 class _Columns(msgspec.Struct, frozen=True, array_like=True):
     names: _Column[str]
     kinds: _Column[_Kind]
-    """Each kind once, in the order in which the kinds first occur."""
+    """Each kind once, in order of first occurrence."""
     numbers: bytes
-    """The place of each tensor's kind in `kinds`, as uint32."""
+    """Index of each tensor's kind in `kinds`, as uint32."""
     offsets: bytes
-    """The offset of each tensor, as int64; all numbers are little-endian."""
+    """Offset of each tensor, as int64. All numbers are little-endian."""
     sizes: bytes
-    """The size of each tensor in bytes, as int64."""
+    """Size of each tensor in bytes, as int64."""
 
 
 _DECODER = msgspec.msgpack.Decoder(_Columns)
 
 
 class TensorTable:
-    """An immutable table of tensors; two tables are equal where their packed bytes are."""
+    """An immutable table of tensors. Two tables are equal if their packed bytes are equal."""
 
     def __init__(self, packed: bytes, columns: _Columns) -> None:
         self.packed = packed
@@ -69,9 +69,9 @@ class TensorTable:
 
     @classmethod
     def of(cls, tensors: Sequence[TensorSlot]) -> TensorTable:
-        """The table of these tensors; equal for equal tensors in the same order.
+        """Build the table of these tensors. Equal tensors in the same order give equal tables.
 
-        Raises: CallerError: an offset or a size is beyond 64 bits.
+        Raises: CallerError: an offset or a size exceeds 64 bits.
         """
         kinds, numbers = _kinds_of(tensors)
         columns = _Columns(
@@ -85,9 +85,9 @@ class TensorTable:
 
     @classmethod
     def read(cls, packed: bytes | msgspec.Raw) -> TensorTable:
-        """The table with these packed bytes.
+        """Decode the packed bytes of a table.
 
-        Raises: CallerError: the bytes are no table.
+        Raises: CallerError: the bytes are not a table.
         """
         try:
             columns = _DECODER.decode(packed)
@@ -129,17 +129,17 @@ class TensorTable:
 
     @cached_property
     def end(self) -> int | None:
-        """The offset at which the last tensor ends, in bytes; None: the table is not valid.
+        """The end offset of the last tensor, in bytes; None: the table is invalid.
 
-        A table is not valid where a name occurs twice, or a tensor is not aligned, lies below zero
-        or overlaps another. A pass through the tensors one by one then finds which.
+        A table is invalid if a name occurs twice, or if a tensor is unaligned, negative in offset
+        or size, or overlaps another. To find the tensor at fault, check the tensors one by one.
 
-        Cost: O(n log n) in tensors, once.
+        Cost: O(n log n) in the number of tensors, once.
         """
         columns = self._columns
         if not columns.names:
             return 0
-        # Byte by byte, for all numbers at once.
+        # Check one byte of every number at once instead of unpacking them.
         is_unaligned = columns.offsets[::8].strip(_ALIGNED)
         is_below_zero = (columns.offsets[7::8] + columns.sizes[7::8]).strip(_POSITIVE)
         if is_unaligned or is_below_zero or len(set(columns.names)) != len(self):
@@ -153,7 +153,7 @@ class TensorTable:
 
 
 def _kinds_of(tensors: Sequence[TensorSlot]) -> tuple[list[_Kind], list[int]]:
-    """The distinct kinds of tensors, and the number of each tensor's kind among them."""
+    """Return the distinct kinds of the tensors, and the index of each tensor's kind."""
     known: dict[tuple[object, ...], int] = {}
     kinds: list[_Kind] = []
     numbers = []
@@ -182,7 +182,8 @@ def _unpacked(code: str, column: bytes) -> tuple[int, ...]:
 
 
 def _end_of(offsets: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """The end of the last tensor; None where one begins before the end of the one before it."""
+    """Return the end of the last tensor; None if a tensor starts before the end of the previous
+    one."""
     ends = map(add, offsets, sizes)
     is_behind = all(map(le, ends, islice(offsets, 1, None)))
     return offsets[-1] + sizes[-1] if is_behind else None

@@ -1,4 +1,4 @@
-"""Reads of a file past the page cache, for bytes that nobody reads again soon."""
+"""Read files without the page cache, for bytes that are not read again soon."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from types import TracebackType
 
 _ALIGNMENT_BYTES = mmap.PAGESIZE
-"""The unit of offsets, lengths and addresses of direct reads."""
+"""Required alignment of offsets, lengths and addresses of direct reads."""
 
 
 class UncachedFile:
-    """A file that is read directly where its file system can do that, else through the page
-    cache."""
+    """A file opened for direct reads, or for ordinary reads if its file system does not support
+    direct ones."""
 
     def __init__(self, path: Path) -> None:
         """Open a file. Raises: OSError: it cannot be opened."""
@@ -37,7 +37,7 @@ class UncachedFile:
         os.close(self._fd)
 
     def read(self, offset: int, num_bytes: int) -> memoryview:
-        """Read bytes; the view is valid until the next read.
+        """Read bytes. The view is valid until the next read.
 
         Raises: OSError: they cannot be read, or the file ends before them.
         """
@@ -58,8 +58,8 @@ class UncachedFile:
         try:
             return os.preadv(self._fd, [memory], offset)
         except OSError as error:
-            # Some file systems refuse at the first read only; and what comes after a read that
-            # ended within a page is not aligned.
+            # Some file systems refuse direct I/O only at the first read. And after a read that
+            # ended within a page, the next offset is not aligned.
             if error.errno != errno.EINVAL:
                 raise
         fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)

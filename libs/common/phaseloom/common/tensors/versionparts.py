@@ -1,8 +1,8 @@
-"""Weights versions that several ranks write: names of parts, and the manifest that ties them.
+"""Weights versions written by several ranks: part names, and the manifest that connects the parts.
 
-A part is everything that one rank holds; ranks that hold the same share one part. The manifest is
-stored as the version itself: it says how the policy is laid out, and what each part is. Everything
-here is pure.
+A part contains everything that one rank has; ranks with equal content share one part. The manifest
+is stored as the version itself. It describes the policy's layout and each part. Everything here is
+pure.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def part_name(number: int, count: int) -> str:
 
 
 def check_part(part: str, field: str) -> str:
-    """Check the name of a part, and return it.
+    """Check the name of a part. Returns: the name.
 
-    Raises: CallerError: it is no name of a part.
+    Raises: CallerError: it is not a valid part name.
     """
     if not _PART.match(part):
         raise CallerError(f"{part!r} is no part", field=field, remedy=_REMEDY)
@@ -41,12 +41,12 @@ def part_of(version: VersionKey, part: str) -> VersionKey:
 
 
 def layout_digest(table: bytes) -> str:
-    """The digest of a packed `TensorTable`."""
+    """Return the digest of a packed `TensorTable`."""
     return blake3(table).hexdigest()
 
 
 def encode_manifest(manifest: VersionParts) -> bytes:
-    """The bytes of a manifest, of which the version's digest is taken.
+    """Encode a manifest. The version's digest is that of these bytes.
 
     Equal manifests give equal bytes.
     """
@@ -54,9 +54,9 @@ def encode_manifest(manifest: VersionParts) -> bytes:
 
 
 def decode_manifest(memory: bytes | memoryview, version: VersionKey) -> VersionParts:
-    """Read the manifest of a version from its bytes.
+    """Decode the manifest of a version.
 
-    Raises: ResourceError: DATA_LOSS: the bytes are no manifest.
+    Raises: ResourceError: DATA_LOSS: the bytes are not a manifest.
     """
     try:
         return msgspec.msgpack.decode(memory, type=VersionParts)
@@ -67,10 +67,10 @@ def decode_manifest(memory: bytes | memoryview, version: VersionKey) -> VersionP
 
 
 def manifest_slots(num_bytes: int) -> list[TensorSlot]:
-    """The layout of a manifest's memory."""
+    """Return the layout of a manifest's memory."""
     return [TensorSlot(_MANIFEST, Role.MANIFEST, "uint8", [num_bytes], 0, num_bytes)]
 
 
 def is_manifest(tensors: Sequence[TensorSlot]) -> bool:
-    """Whether a version of this layout is written in parts."""
+    """Whether a version with this layout is written in parts."""
     return len(tensors) == 1 and tensors[0].role is Role.MANIFEST
