@@ -47,7 +47,8 @@ _TRACEPARENT_LENGTH = 55
 
 
 class TelemetryConfig(msgspec.Struct, frozen=True):
-    """Where spans go. Without a target, traces that start in this process are not recorded."""
+    """The targets of spans. Without a target, traces that start in this process are not
+    recorded."""
 
     spans_dir: str = ""
     """Directory for `<service>-<pid>.jsonl`, with one span per line; empty: no file."""

@@ -175,7 +175,8 @@ class _Cell:
 
 @dataclass(frozen=True)
 class _Home:
-    """Where all nodes fetch the slices of tensors that the parts split the same way."""
+    """The part that all nodes fetch each slice from, for tensors that the parts split the same
+    way."""
 
     slices: list[tuple[Box, dict[str, int]]]
     """Each slice that every part contains completely or not at all, with the assigned part by

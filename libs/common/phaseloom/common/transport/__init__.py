@@ -1,1 +1,1 @@
-"""The NATS bus, and the sockets within a node: connecting, publishing, calling, leases."""
+"""Transport: the NATS bus and the sockets within a node (connecting, publishing, calls, leases)."""

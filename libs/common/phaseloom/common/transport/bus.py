@@ -1,15 +1,16 @@
 """A service's connection to the mesh on NATS: its streams, the decision log, stored messages, keys.
 
-Services use this and never nats-py's JetStream API directly, so that its traps are handled once:
+Services use this module and never nats-py's JetStream API directly, so that its pitfalls are
+handled in one place:
 
-- `js.publish` writes into the headers dict that it is given.
-- A message refused by one-message-per-subject comes as an API error, whose code a full stream
-  shares.
-- Memory streams vanish when the server restarts, so the table is provisioned again on every
+- `js.publish` modifies the headers dict passed to it.
+- A message refused because its subject already has one is reported as an API error, with the same
+  code as a full stream.
+- Memory streams are lost when the server restarts, so streams are provisioned again after every
   reconnect.
-- Where several servers keep each stream, whoever does not lead it may lag behind. What is read is
-  asked of the leader, except in the log, whose readers know each entry's number. What was stored
-  since is never replaced, as every compare-and-set needs most of the servers.
+- If several servers store each stream, followers may lag, so reads go to the leader. The decision
+  log is the exception, since its readers know each entry's number. Every compare-and-set needs a
+  majority of the servers, so stored values are never silently replaced.
 """
 
 from __future__ import annotations
@@ -52,18 +53,18 @@ log = logging.getLogger(__name__)
 _CONSUMER_EXISTS = frozenset({10013, 10148})
 _CONSUMER_BOUND_PAUSE_S = 0.05
 _NO_STORAGE = 10047
-"""The error code of a NATS server whose disk has less room than a stream may take."""
+"""Error code of a NATS server whose disk has less room than a stream may need."""
 _IDLE_HEARTBEAT_S = 2.0
-"""How often the server looks again at a consumer that had nothing to deliver, and says so."""
+"""How often the server rechecks a consumer that had nothing to deliver, and sends a heartbeat."""
 
 Handler = Callable[[Msg], None]
 
 
 def _can_consume_soon(error: Exception) -> bool:
-    """Whether an error in making or taking over a durable consumer passes by itself.
+    """Whether an error in creating or taking over a durable consumer is temporary.
 
-    Such an error has one of two causes: another replica made the consumer at the same moment, or a
-    predecessor that was killed holds it until the server sees its socket close.
+    It is in two cases: another replica created the consumer at the same moment, or a killed
+    predecessor holds it until the server notices that its socket is closed.
     """
     if isinstance(error, APIError):
         return error.err_code in _CONSUMER_EXISTS
@@ -71,16 +72,16 @@ def _can_consume_soon(error: Exception) -> bool:
 
 
 class Bus:
-    """A service's connection to the mesh account. Make it with `Bus.open`."""
+    """A service's connection to the mesh account. Create it with `Bus.open`."""
 
     def __init__(self, client: MeshClient, replicas: int = 1) -> None:
-        """Args: replicas: how many servers keep each stream."""
+        """Args:   replicas: number of servers that store each stream."""
         self._link = Link(client, replicas)
         self.client = client
         self.replicas = replicas
         self.js: JetStreamContext = self._link.js
         self.lag_s = self._link.lag_s
-        """How old an answer may be of a server that does not lead any more, seconds."""
+        """Maximum age in seconds of an answer from a server that no longer leads."""
         self.stored = StoredMessages(self._link)
         self.keys = Keys(self._link, self.stored)
         self.log = DecisionLog(self._link, self.stored)
@@ -95,12 +96,13 @@ class Bus:
     ) -> Bus:
         """Connect, and create the streams and buckets of the mesh; see `connect`.
 
-        Raises: ResourceError: as `connect`, or the server does not make the streams in time.
+        Raises: ResourceError: see `connect`; also if the server does not create the streams in
+                time.
         """
         bus: Bus
 
         async def again() -> None:
-            # This runs in the client's own reconnect task, which an error would end for good.
+            # This runs in the client's reconnect task. An error would end that task permanently.
             level = logging.WARNING
             while bus.client.is_connected:
                 try:
@@ -125,12 +127,12 @@ class Bus:
         return bus
 
     async def close(self) -> None:
-        """Close the connection. Handlers that run may finish, within a few seconds.
+        """Close the connection. Running handlers get a few seconds to finish.
 
         Without a server the connection is closed at once.
         """
-        # A drain that meets the server's death waits for an answer that never comes, fails, or
-        # takes a cancellation for the end of its work.
+        # If the server dies during a drain, the drain waits forever, fails, or treats a
+        # cancellation as success.
         with suppress(OSError, nats.errors.Error, NatsTimeoutError):
             await within(DRAIN_TIMEOUT_S + 1, self.client.drain())
         if not self.client.is_closed:
@@ -139,22 +141,22 @@ class Bus:
     # --- provisioning ---------------------------------------------------------------------------
 
     async def provision(self) -> None:
-        """Create the streams and buckets of the streams table that do not exist yet.
+        """Create the streams and buckets of the mesh that do not exist yet.
 
-        Raises: nats.errors.Error: the server does not answer, or cannot yet.
+        Raises: nats.errors.Error: the server does not answer, or is not ready.
         """
         makes = [
             *(self._ensure_stream(config) for config in streams.mesh_streams(self.replicas)),
             *(self._ensure_bucket(bucket) for bucket in streams.buckets(self.replicas)),
         ]
-        # Servers that replicate a stream take their time to make it, and make many at once.
+        # Creating a replicated stream is slow, but servers create many of them concurrently.
         results = await asyncio.gather(*makes, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
 
     async def _provision_first(self) -> None:
-        """Provision for the first time; tried again while the server does not answer.
+        """Provision for the first time, and retry while the server does not answer.
 
         Raises: ResourceError: the server answers too slowly, or not at all.
         """
@@ -209,7 +211,7 @@ class Bus:
             await self.js.create_key_value(config)
 
     async def _replicate(self, stream: api.StreamInfo) -> None:
-        """Have as many servers keep a stream as they should, where it was made for fewer."""
+        """Raise the number of servers that store a stream, if it was created for fewer."""
         config = stream.config
         if (config.num_replicas or 1) < self.replicas:
             is_direct = config.allow_direct and config.name == streams.SCHED
@@ -228,19 +230,20 @@ class Bus:
         headers: dict[str, str] | None = None,
         content_type: str = MSGPACK,
     ) -> int:
-        """Publish to a stream; returns the message's sequence once the server has stored it.
+        """Publish to a stream. Returns: the message's sequence, once the server has stored it.
 
-        Args:   msg_id: the stream stores only the first of several messages with one id.
-        Raises: AlreadyStored: the subject takes one message, and another was first.
+        Args:   msg_id: the stream stores only the first of several messages with the same id.
+        Raises: AlreadyStored: the subject holds one message, and another one was first.
                 ResourceError: the message was not stored in time, or the stream is full.
         """
         answer = await self._link.store(subject, message, msg_id, headers, content_type)
         return answer.seq
 
     async def notice(self, source: str, what: str, reason: str, subject: str = "") -> None:
-        """Publish a notice for people; nothing in the mesh depends on notices.
+        """Publish a notice for people. Nothing in the mesh depends on notices.
 
-        Args: source: the service that tells it. subject: what the notice is about, if anything.
+        Args:   source: the reporting service.
+                subject: what the notice is about, if anything.
         """
         payload = encode(Notice(source, what, reason, subject))
         await self.client.publish(
@@ -248,9 +251,9 @@ class Bus:
         )
 
     async def bury(self, source: str, message: Msg, error: ErrorInfo) -> None:
-        """Put a message that cannot be handled in the stream DEAD with the reason, for people.
+        """Move a message that cannot be handled to the stream DEAD, with the reason, for people.
 
-        The message is then taken off its own stream.
+        It is then removed from its own stream.
         """
         headers = dict(message.headers or {})
         headers["Phaseloom-Error"] = msgspec.json.encode(error).decode()
@@ -263,7 +266,7 @@ class Bus:
     # --- reading --------------------------------------------------------------------------------
 
     async def newest_notices(self, number: int) -> list[Notice]:
-        """The newest notices, oldest first."""
+        """Return the newest notices, oldest first."""
         state = (await self.js.stream_info(streams.EVENTS)).state
         notices = []
         first = max(1, state.first_seq, state.last_seq - number + 1)
@@ -274,9 +277,9 @@ class Bus:
         return notices
 
     async def read_notices(self, newest: int) -> AsyncGenerator[Notice, None]:
-        """The newest notices, then each one that comes, for ever.
+        """Yield the newest notices, then each new one, forever.
 
-        Args: newest: how many notices of the past to begin with.
+        Args:   newest: number of past notices to start with.
         """
         end = (await self.js.stream_info(streams.EVENTS)).state.last_seq
         config = api.ConsumerConfig(
@@ -289,9 +292,9 @@ class Bus:
                 yield decode(message.data, Notice)
 
     async def read_reports(self) -> AsyncGenerator[tuple[JobKey, float, JobReport], None]:
-        """What controllers have reported of their jobs, then each report that comes, for ever.
+        """Yield the stored reports of controllers, then each new one, forever.
 
-        Each comes with its job, and with when the stream took it (Unix seconds).
+        Each report comes with its job and the time at which the stream stored it (Unix seconds).
         """
         config = api.ConsumerConfig(deliver_policy=api.DeliverPolicy.ALL)
         subject = streams.report_subject(">")
@@ -316,30 +319,32 @@ class Bus:
         max_ack_pending: int = 1024,
         ack_wait_s: float = 30.0,
     ) -> JetStreamContext.PushSubscription:
-        """Subscribe to a stream by a durable push consumer.
+        """Subscribe to a stream with a durable push consumer.
 
-        Whoever handles a message acknowledges it, once the message's effects are published.
+        The handler, or a task that it starts, must acknowledge each message after publishing the
+        message's effects.
 
-        Args: durable: the consumer's name.
-              handler: called with each message as it is read from the connection, in order. It must
-                  not wait, and starts a task for what takes time.
-              shared: whether replicas with the same `durable` each get some of the messages.
-              max_ack_pending: most messages that are delivered and not yet acknowledged.
-              ack_wait_s: a message that is not acknowledged for so long is delivered again.
+        Args:   durable: the consumer's name.
+                handler: called with each message as it is read from the connection, in order. It
+                    must not block; it starts a task for slow work.
+                shared: whether replicas with the same `durable` share the messages.
+                max_ack_pending: maximum number of delivered messages that are not acknowledged yet.
+                ack_wait_s: an unacknowledged message is redelivered after this time.
         """
         while True:
             config = api.ConsumerConfig(
                 ack_policy=api.AckPolicy.EXPLICIT,
                 ack_wait=ack_wait_s,
                 max_ack_pending=max_ack_pending,
-                # Once in a great while (nats-server 2.15.1) a consumer that had `max_ack_pending`
-                # messages out sleeps on when they are acknowledged, until the next one is
-                # published. A heartbeat wakes it, too.
+                # Rarely (nats-server 2.15.1), a consumer that had reached `max_ack_pending` stays
+                # asleep after acknowledgements until the next message is published. A heartbeat
+                # wakes it too.
                 idle_heartbeat=_IDLE_HEARTBEAT_S,
             )
             if shared:
-                # Two replicas may both find no consumer and make it. The server takes the second
-                # for a change; with a subject of its own it would leave the first one deaf.
+                # Two replicas may both find no consumer and create it. The server treats the second
+                # request as an update. If that had its own subject, the first replica would no
+                # longer receive messages.
                 config.deliver_subject = f"_INBOX.{stream}.{durable}"
             try:
                 subscription = await self.js.subscribe(

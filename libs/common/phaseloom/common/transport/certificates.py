@@ -1,9 +1,9 @@
-"""The files with the certificates by which the state managers of a mesh know one another.
+"""The certificate files with which the state managers of a mesh authenticate each other.
 
 <directory>/ca.pem, ca.key              the authority; its key stays where certificates are made
-<directory>/nodes/<node>/ca.pem         the authority's certificate, to verify other nodes by
+<directory>/nodes/<node>/ca.pem         the authority's certificate, to verify other nodes
                         /node.pem       the node's certificate; its common name is the node's name
-                        /node.key       the node's key, for its owner only
+                        /node.key       the node's key, readable only by its owner
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ KEY_FILE = "node.key"
 
 
 def directory_of(directory: Path, node: str) -> Path:
-    """The directory with a node's certificate files, which are all that the node needs."""
+    """Return the directory with all certificate files that a node needs."""
     return directory / "nodes" / node

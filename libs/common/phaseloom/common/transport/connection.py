@@ -1,7 +1,7 @@
-"""A connection to NATS: made with our settings, kept for ever, and closed in bounded time.
+"""A connection to NATS with our settings, which reconnects forever and closes in bounded time.
 
-nats-py reports permission denials to its error callback only, swallows cancellations while it
-connects, and cannot be closed while its socket is dead; all three are handled here.
+nats-py reports permission denials only to its error callback, swallows cancellations while it
+connects, and cannot be closed while its socket is dead. This module handles all three.
 """
 
 from __future__ import annotations
@@ -28,45 +28,44 @@ log = logging.getLogger(__name__)
 MIN_SERVER_VERSION = (2, 12)
 CONNECT_TIMEOUT_S = 5
 SERVICE_CONNECT_S = 60.0
-"""How long a service waits for its first connection: the server or the machine may be slow."""
+"""How long a service waits for its first connection. The server or the machine may be slow."""
 SERVICE_CREDENTIALS = "PHASELOOM_BUS_USER and PHASELOOM_BUS_PASSWORD"
-"""Where a service has its user and its password from."""
+"""The variables with a service's user and password."""
 SERVICE_URL = "PHASELOOM_BUS_URL"
-"""Where a service has the server's address from."""
+"""The variable with the server's address for services."""
 DRAIN_TIMEOUT_S = 3
 _NEXT_AFTER_S = 2
 _PING_S = 1
-"""Where there are other servers to go to, one that leaves three pings unanswered is left."""
+"""Ping interval if there are several servers. A server that misses three pings is abandoned."""
 _DENIALS = 3
-"""How often each server denies a client that was connected before that counts."""
+"""How many denials per server count as final for a client that was connected before."""
 _DENIED = "authorization violation"
 _SCHEMES = ("nats", "tls", "ws", "wss")
 
 
 class BusConfig(msgspec.Struct, frozen=True):
-    """The address and the credentials by which a service reaches the mesh account."""
+    """The address and credentials with which a service connects to the mesh account."""
 
     url: str
-    """Address of the server: `nats://host:port`; of several that are one cluster, with commas
-    between them."""
+    """Address of the server: `nats://host:port`, or a comma-separated list for a cluster."""
     user: str
     password: str
     replicas: Literal[1, 3] = 1
-    """How many servers of a cluster keep each stream: 1, or 3 where there are three or more. With
-    an even number no more servers may be lost than with one less."""
+    """Number of servers that store each stream: 1, or 3 in a cluster of three or more. An even
+    number tolerates no more losses than one server less."""
 
 
 def addresses(url: str) -> list[str]:
-    """The addresses of a server or, with commas between them, of a cluster's servers."""
+    """Split a comma-separated list of server addresses."""
     return [each.strip() for each in url.split(",") if each.strip()]
 
 
 def checked_addresses(url: str, url_from: str) -> list[str]:
-    """The addresses in `url`, each with its scheme and its port.
+    """Return the addresses in `url`, each with scheme and port.
 
-    Args:   url_from: the variable or the argument that the text comes from.
-    Raises: CallerError: one is no address of a NATS server. nats-py takes `http://host:1` for a
-            host called `http`.
+    Args:   url_from: the variable or argument that contains the text.
+    Raises: CallerError: one is not the address of a NATS server. (nats-py itself would treat
+            `http://host:1` as a host named `http`.)
     """
     found = []
     for each in addresses(url) or [url]:
@@ -96,9 +95,10 @@ def _no_address(address: str, why: str, url_from: str) -> CallerError:
 
 
 def _in_order_for(name: str, urls: list[str]) -> list[str]:
-    """The addresses in the order in which a client of this name tries them.
+    """Return the addresses in the order in which a client of this name tries them.
 
-    The clients are spread over the servers, and each goes to the same one whenever it starts.
+    This spreads the clients over the servers, and each client starts with the same server every
+    time.
     """
     first = zlib.crc32(name.encode()) % len(urls)
     return urls[first:] + urls[:first]
@@ -106,32 +106,32 @@ def _in_order_for(name: str, urls: list[str]) -> list[str]:
 
 @dataclass(slots=True)
 class _Errors:
-    """The errors that a client hears of on its way to its servers, each logged when it is new."""
+    """The errors of a client's connection attempts. Each one is logged when it first appears."""
 
     client: MeshClient
     url: str
     num_servers: int
     denied: CallerError
-    """The error that says that the servers know no such user."""
+    """The error to report if the servers reject the user."""
     last: Exception | None = None
     refusal: Exception | None = None
-    """The last error in a server's own words."""
+    """The last error message that a server sent."""
     num_denials: int = 0
-    """Denials since the client was connected."""
+    """Number of denials since the last successful connection."""
     was_connected: bool = False
 
     async def hear(self, error: Exception) -> None:
         is_news, self.last = repr(error) != repr(self.last), error
         if str(error).startswith("nats: '"):
-            # These are the server's own words. It also hangs up, which may be all that the next
-            # attempt sees.
+            # The server sent this message. It also disconnects, and the next attempt may report
+            # only that.
             self.refusal = error
         if _DENIED in str(error).lower():
             self._count_denial(is_news=is_news)
         elif "permissions violation" in str(error).lower():
             log.error("PERMISSION_DENIED by the NATS server: %s", error)
         elif isinstance(error, nats.errors.Error | OSError | NatsTimeoutError):
-            # While the server is away the same error comes ten times a second.
+            # While the server is unreachable, the same error occurs ten times a second.
             level = logging.WARNING if is_news else logging.DEBUG
             log.log(level, "NATS at %s: %r", self.url, error)
         else:
@@ -139,10 +139,10 @@ class _Errors:
 
     def _count_denial(self, *, is_news: bool) -> None:
         self.num_denials += 1
-        # One server of several may have other settings, and a server may be taking new ones.
+        # One of several servers may have different settings, or be reloading them.
         if self.num_denials >= self.num_servers * (_DENIALS if self.was_connected else 1):
             self.client.deny(self.denied.info)
-        # The first connection's end says so itself.
+        # Failure of the first connection is reported by `connect` itself.
         level = logging.ERROR if is_news and self.was_connected else logging.DEBUG
         log.log(level, "%s", self.denied)
 
@@ -163,20 +163,19 @@ async def connect(
     credentials_from: str = SERVICE_CREDENTIALS,
     url_from: str = SERVICE_URL,
 ) -> MeshClient:
-    """Connect to NATS. The connection is made again, without limit, whenever it is lost.
+    """Connect to NATS. A lost connection is re-established, without limit.
 
-    Args:   url: of one server, or of several with commas between them: where one is lost, the next
-                one in the order that `name` decides is gone to.
+    Args:   url: one server, or a comma-separated list. If one is lost, the client tries the next
+                one, in an order that depends on `name`.
             on_reconnect: called after every reconnection.
-            timeout_s: limit for the first connection. Where the servers deny a later one again and
-                again, `client.denial` says so, and the client goes on trying.
-            credentials_from: the variables or the file that user and password come from, for the
-                error that says that they are wrong.
-            url_from: the variable or the argument that `url` comes from, likewise.
-    Raises: CallerError: `url` is no address of a server. PERMISSION_DENIED, at once: no server
-            knows the user with this password.
-            ResourceError: no connection, or a server before 2.12, which lacks features that we rely
-            on.
+            timeout_s: limit for the first connection. If the servers repeatedly deny a later one,
+                the client sets `client.denial` and keeps trying.
+            credentials_from: the variables or file with user and password, named in the error if
+                they are wrong.
+            url_from: the variable or argument with `url`, named in errors likewise.
+    Raises: CallerError: `url` is not a server address. PERMISSION_DENIED, at once: no server
+            accepts the user with this password. ResourceError: no connection could be made, or the
+            server is older than 2.12 and lacks features that we need.
     """
 
     servers = checked_addresses(url, url_from)
@@ -220,7 +219,7 @@ async def connect(
             disconnected_cb=disconnected,
             reconnected_cb=reconnected,
         )
-        # The client never gives up. Later that is wanted, but the first connection is bounded.
+        # The client retries forever, which is right for later connections. Limit the first one.
         await _unless_denied(client.denied, within(timeout_s, connecting))
     except BaseException as error:
         await client.close()
@@ -248,7 +247,7 @@ async def connect(
 async def _unless_denied(is_denied: asyncio.Event, connecting: Coroutine[Any, Any, None]) -> None:
     """Await the connection, unless the servers deny it first.
 
-    Raises: nats.errors.AuthorizationError: they did.
+    Raises: nats.errors.AuthorizationError: the servers denied it.
     """
     connection, denial = asyncio.create_task(connecting), asyncio.create_task(is_denied.wait())
     try:
@@ -261,11 +260,11 @@ async def _unless_denied(is_denied: asyncio.Event, connecting: Coroutine[Any, An
 
 
 async def within(timeout_s: float, call: Coroutine[Any, Any, None]) -> None:
-    """Await a call of nats-py's for a limited time.
+    """Await a call of nats-py for a limited time.
 
-    Such a call swallows cancellations, so that a single one may not end it.
+    Such calls swallow cancellations, so cancelling once may not end them.
 
-    Raises: TimeoutError: the call took longer, and was ended.
+    Raises: TimeoutError: the call took longer and was cancelled.
     """
     task = asyncio.create_task(call)
     try:
@@ -278,9 +277,9 @@ async def within(timeout_s: float, call: Coroutine[Any, Any, None]) -> None:
 
 
 async def close_client(client: Client) -> None:
-    """Close a client at once; messages that a lost connection has not sent yet are given up."""
+    """Close a client at once. Messages that a lost connection has not sent are dropped."""
     if not client.is_connected:
-        # nats-py would flush them to the dead socket, fail, and leave its tasks running.
+        # nats-py would flush pending messages to the dead socket, fail, and leave its tasks alive.
         client._pending = []
         client._pending_data_size = 0
     await client.close()

@@ -1,9 +1,9 @@
 """The decision log: one stream of events, read in order, which must never lose or change an entry.
 
-An ordered consumer vanishes when the server restarts. That is noticed only after two heartbeats,
-and the consumer may be made again from before the place where it stood; a server that has lost the
-log's end gives its numbers out anew. Readers know each entry's number, so what comes again is
-skipped, and what is gone is told (`DATA_LOSS`).
+An ordered consumer vanishes when the server restarts. The client notices this only after two missed
+heartbeats, and may recreate the consumer before its last position. A server that has lost the end
+of the log assigns the same numbers again. Readers know each entry's number, so they skip repeated
+entries and report lost ones (`DATA_LOSS`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _BATCH = 256
 _MICROSECOND = 1e-6
 _SAME_TIME_S = 1e-4
-"""Time stamps of one message are equal but for what a float, and Python's microseconds, lose."""
+"""Tolerance for equal time stamps, which lose precision in floats and in Python's microseconds."""
 _LOG_SUBJECT = f"{streams.PREFIX}.sched.>"
 _QUEUED_SUBJECT = streams.LOG_SUBJECTS[QueuedOperation]
 
@@ -46,28 +46,31 @@ class LogEntry:
 
     sequence: int
     time_s: float
-    """The time at which the log took the entry (Unix seconds); it is the scheduler's clock."""
+    """When the log stored the entry (Unix seconds). This is the scheduler's clock."""
     event: Event
     headers: dict[str, str]
 
     def apart(self) -> Iterator[LogEntry]:
-        """The entry's events, one entry each: one append may bring several."""
+        """Yield one entry per event, since one append may contain several events."""
         for event in parts(self.event):
             yield LogEntry(self.sequence, self.time_s, event, self.headers)
 
 
 @dataclass(frozen=True, slots=True)
 class LogExtent:
-    """Which entries the decision log has."""
+    """The range of entries in the decision log."""
 
     first: int
-    """Sequence of the oldest entry; where the log is empty, of its next one."""
+    """Sequence of the oldest entry; if the log is empty, of its next one."""
     last: int
-    """Sequence of the newest entry, even where that was truncated; 0: there was none."""
+    """Sequence of the newest entry, even if it was truncated; 0: there was none."""
     num_entries: int
 
     def check_whole(self) -> None:
-        """Raises: ResourceError: DATA_LOSS: entries between the first and the last are missing."""
+        """Check that no entry is missing.
+
+        Raises: ResourceError: DATA_LOSS: entries between the first and the last one are missing.
+        """
         num_lost = self.last - self.first + 1 - self.num_entries
         if num_lost > 0:
             raise log_has_a_hole(self.first, self.last, num_lost)
@@ -76,7 +79,8 @@ class LogExtent:
 def log_went_back(known: int, end: int) -> ResourceError:
     """The error for a decision log that has lost its newest entries.
 
-    Args: known: the newest sequence that was there once. end: the newest one that is there now.
+    Args:   known: the newest sequence that was stored.
+            end: the newest sequence now.
     """
     return ResourceError(
         f"the decision log ends at {end}, and had {known}: the {known - end} entries since are "
@@ -89,10 +93,10 @@ def log_went_back(known: int, end: int) -> ResourceError:
 
 
 def log_has_a_hole(first: int, last: int, num_lost: int = 0) -> ResourceError:
-    """The error for a decision log without entries that have others behind them.
+    """The error for a decision log that lacks entries before its end.
 
-    Args: first, last: the sequences between which entries are lost, these two included.
-          num_lost: how many are lost there; 0: all.
+    Args:   first, last: the range with lost entries, including both.
+            num_lost: number of lost entries in the range; 0: all.
     """
     num_lost = num_lost or last - first + 1
     return ResourceError(
@@ -105,7 +109,7 @@ def log_has_a_hole(first: int, last: int, num_lost: int = 0) -> ResourceError:
 
 
 class DecisionLog:
-    """The decision log, as a connection writes and reads it."""
+    """The decision log as read and written through one connection."""
 
     def __init__(self, link: Link, stored: StoredMessages) -> None:
         self._link = link
@@ -116,9 +120,9 @@ class DecisionLog:
     async def append(
         self, event: Event, *, msg_id: str | None = None, headers: dict[str, str] | None = None
     ) -> int:
-        """Append an event to the decision log; returns its sequence there.
+        """Append an event to the decision log. Returns: its sequence.
 
-        Raises: ResourceError: as `publish`; DATA_LOSS: the log gave out this sequence before.
+        Raises: ResourceError: see `publish`. DATA_LOSS: the log had already assigned this sequence.
         """
         known = self.mark
         answer = await self._link.store(streams.log_subject(event), event, msg_id, headers)
@@ -128,10 +132,10 @@ class DecisionLog:
         return answer.seq
 
     async def read(self, start_sequence: int = 1) -> AsyncGenerator[LogEntry, None]:
-        """Every event of the decision log from `start_sequence` on, in order, for ever.
+        """Yield every event of the decision log from `start_sequence` on, in order, forever.
 
-        Several events that one append brought come one by one, under one sequence. A reader that
-        stops at an event and goes on later uses `read_entries`, so as to miss none of the others.
+        Events from one append are yielded one by one with the same sequence. A reader that stops at
+        an event and resumes later must use `read_entries`, so that it does not miss the others.
         """
         async with aclosing(self.read_entries(start_sequence)) as entries:
             async for entry in entries:
@@ -139,12 +143,12 @@ class DecisionLog:
                     yield one
 
     async def read_entries(self, start_sequence: int = 1) -> AsyncGenerator[LogEntry, None]:
-        """Every entry of the decision log from `start_sequence` on, in order, for ever.
+        """Yield every entry of the decision log from `start_sequence` on, in order, forever.
 
-        An entry comes as it is stored, with all the events that one append brought.
+        Each entry contains all events of one append.
 
-        Raises: ResourceError: DATA_LOSS: the log has lost entries that came, as is found where an
-            entry comes after the server was away.
+        Raises: ResourceError: DATA_LOSS: the log has lost entries that were already read. This is
+                detected at the first entry after a reconnect.
         """
         config = api.ConsumerConfig(
             deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
@@ -167,13 +171,13 @@ class DecisionLog:
                 yield LogEntry(sequence, time_s, event, message.headers or {})
 
     async def _check_still_there(self, sequence: int, time_s: float) -> None:
-        """Check that the log has the entry that it had, and not a later one of the same number.
+        """Check that the log still has this entry, and not a later one with the same number.
 
-        A server that lost the log's end gives its numbers out anew. A reader that has come further
-        would be sent nothing until there are as many entries again, and then go on as if nothing
-        had been.
+        A server that has lost the end of the log assigns its numbers again. Without this check, a
+        reader that was further ahead would receive nothing until the log is as long again, and then
+        continue as if nothing had happened.
 
-        Raises: ResourceError: DATA_LOSS: it has not.
+        Raises: ResourceError: DATA_LOSS: the log does not have it.
         """
         sure_at_s = time.monotonic() + self._link.lag_s
         while True:
@@ -191,9 +195,10 @@ class DecisionLog:
             await asyncio.sleep(PAUSE_S)
 
     async def _end_without(self, sequence: int, time_s: float) -> int | None:
-        """Where the log ended when it had lost this entry; None: it has it, or has truncated it.
+        """Return where the log ended when it lost this entry; None: the entry exists or was
+        truncated.
 
-        Raises: nats.errors.Error: the server does not answer, or cannot yet.
+        Raises: nats.errors.Error: the server does not answer, or is not ready.
         """
         found = await self._stored.ask_leader(streams.SCHED, {"seq": sequence})
         if found is not None:
@@ -203,11 +208,11 @@ class DecisionLog:
         return extent.last if sequence >= extent.first else None
 
     async def queued_since(self, time_s: float) -> AsyncGenerator[QueuedOperation, None]:
-        """The operations that the decision log has taken since a time (Unix seconds), in order.
+        """Yield the operations that the decision log stored since a time (Unix seconds), in order.
 
-        Raises: nats.errors.Error: the server does not answer, or cannot yet.
+        Raises: nats.errors.Error: the server does not answer, or is not ready.
         """
-        # The time of a stored message must not be rounded beyond it.
+        # Subtract the rounding error, so that a message stored at exactly `time_s` is included.
         since = (
             datetime.fromtimestamp(time_s - _MICROSECOND, UTC).isoformat().replace("+00:00", "Z")
         )
@@ -229,16 +234,17 @@ class DecisionLog:
             start = {"seq": int(last) + 1}
 
     async def end(self) -> int:
-        """Sequence of the decision log's newest entry; 0 when it is empty."""
+        """Return the sequence of the newest entry; 0: the log is empty."""
         return (await self._link.js.stream_info(streams.SCHED)).state.last_seq
 
     async def extent(self) -> LogExtent:
-        """Which entries the decision log has."""
+        """Return the range of entries in the decision log."""
         state = (await self._link.js.stream_info(streams.SCHED)).state
         return LogExtent(max(1, state.first_seq), state.last_seq, state.messages)
 
     async def check(self) -> LogExtent:
-        """Read the decision log through; the server finds damaged entries only when it reads them.
+        """Read the whole decision log, because the server detects damaged entries only when it
+        reads them.
 
         Raises: ResourceError: DATA_LOSS: an entry is missing or damaged.
         """

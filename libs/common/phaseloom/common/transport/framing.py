@@ -1,12 +1,12 @@
-"""Calls in both directions, with file descriptors, over a Unix stream socket.
+"""Bidirectional calls with file descriptors over a Unix stream socket.
 
-A frame is a little-endian uint32 length and a MessagePack `Frame`; its file descriptors travel by
+A frame is a little-endian uint32 length and a MessagePack `Frame`. Its file descriptors are sent by
 SCM_RIGHTS with its first byte. Used between the state manager, agents and ranks of one node.
 
-Invariants: a frame is never interleaved with another; every descriptor that arrives is given to
-exactly one owner or closed; after `closed` no call is pending. A peer that breaks the protocol is
-cut off, with the reason in the log. asyncio's transports cannot carry descriptors, so a `Peer`
-reads and writes its socket itself (`add_reader` and `add_writer`, which uvloop has too).
+Invariants: frames never interleave; every received descriptor is passed to exactly one owner or
+closed; once `closed` is done, no call is pending. A peer that violates the protocol is
+disconnected, and the reason is logged. asyncio's transports cannot carry descriptors, so a `Peer`
+reads and writes its socket itself (`add_reader` and `add_writer`, which uvloop supports).
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 MAX_FDS = 8
-"""The most file descriptors beside one frame."""
+"""Maximum number of file descriptors attached to one frame."""
 MAX_IN_FLIGHT = 1024
-"""The most requests of one peer that are handled at once; a peer that sends more is cut off."""
+"""Maximum number of concurrent requests of one peer. A peer that exceeds it is disconnected."""
 MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
-"""The most bytes that a peer may leave unread; a peer that leaves more is cut off."""
+"""Maximum number of bytes that a peer may leave unread. A peer that exceeds it is disconnected."""
 MAX_PEERS = 256
-"""The most connections of one server at once; more of them wait in the listen queue."""
+"""Maximum number of connections of one server. Further ones wait in the listen queue."""
 MAX_PATH_BYTES = 107
-"""The most bytes in the path of a Unix socket (Linux)."""
+"""Maximum length of a Unix socket's path (Linux)."""
 
 _READ_BYTES = 64 * 1024
-"""The bytes read at once. For larger buffers malloc would go to the system every time."""
+"""Bytes per read. For larger buffers malloc would call the system every time."""
 _CUT_OFF = int(socket.MSG_CTRUNC)  # as a flag of the enumeration it costs a microsecond
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("iII")
-"""The pid, uid and gid of the process that connected (`ucred`)."""
+"""Pid, uid and gid of the connected process (`ucred`)."""
 
 Body = TypeVar("Body")
 Handler = Callable[[Body, list[int]], Awaitable[tuple[Body, Sequence[int]]]]
@@ -65,16 +65,16 @@ class Frame(msgspec.Struct, Generic[Body], frozen=True, array_like=True):
     """One message on the wire: a request, or the answer to one."""
 
     call: int
-    """Number of the request, counted by its sender; an answer carries the number back."""
+    """Number of the request, assigned by its sender. The answer has the same number."""
     answer: bool
     """Whether this is an answer."""
     body: Body
     num_fds: int = 0
-    """Number of file descriptors that travel with the frame."""
+    """Number of file descriptors attached to the frame."""
 
 
 class _ProtocolError(Exception):
-    """The peer sent what no correct peer sends."""
+    """The peer violated the protocol."""
 
 
 @dataclass(slots=True)
@@ -89,12 +89,12 @@ def close_fds(fds: Iterable[int]) -> None:
 
 
 class Peer(Generic[Body]):
-    """One end of a connection. `body_type` is the union of its messages and contains `Failed`.
+    """One end of a connection. `body_type` is the union of its messages and must contain `Failed`.
 
-    `handler` answers the other end's requests, each in a task of its own. It owns the descriptors
-    that it is given; those that it returns stay its own (they are duplicated). An exception in it
-    is answered as `Failed`. When the connection ends, handlers at work are left to finish, since
-    their effects must be whole, and their answers are dropped; `close` cancels them.
+    `handler` answers the other end's requests, each in its own task. It owns the descriptors it
+    receives. The descriptors it returns stay its own, since they are duplicated. If it raises, the
+    answer is `Failed`. When the connection ends, running handlers may finish, so that their effects
+    are complete, and their answers are dropped. `close` cancels them.
     """
 
     def __init__(
@@ -108,12 +108,12 @@ class Peer(Generic[Body]):
         sock.setblocking(False)
         self.handler = handler
         self.max_fds = max_fds
-        """The most descriptors that the other end may send at once; if it sends more it is cut
-        off."""
+        """Maximum number of descriptors in one frame from the other end, which is otherwise
+        disconnected."""
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self.closed: asyncio.Future[str] = self._loop.create_future()
-        """Done when the connection has ended; the result says why. It never fails."""
+        """Done when the connection has ended; the result is the reason. It never fails."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Frame[Body]] = msgspec.msgpack.Decoder(
             Frame[body_type]
@@ -132,9 +132,10 @@ class Peer(Generic[Body]):
     async def connect(
         cls, path: str | Path, body_type: Any, handler: Handler[Body] | None = None
     ) -> Peer[Body]:
-        """Connect to the server at `path` and begin to read.
+        """Connect to the server at `path` and start reading.
 
-        Raises: ResourceError: nobody listens there. CallerError: the path is too long for a socket.
+        Raises: ResourceError: no server listens there. CallerError: the path is too long for a
+                socket.
         """
         _check_length(path)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -152,18 +153,17 @@ class Peer(Generic[Body]):
         return peer
 
     def start(self) -> None:
-        """Begin to read. Set `handler` first."""
+        """Start reading. Set `handler` first."""
         self._loop.add_reader(self._sock, self._on_readable)
 
     async def call(self, body: Body, fds: Sequence[int] = ()) -> tuple[Body, list[int]]:
-        """Send a request; returns the answer and its descriptors, which the caller then owns.
+        """Send a request. Returns: the answer and its descriptors, which the caller then owns.
 
-        The `fds` that are sent stay the caller's. Cancelling gives up waiting; the other end is not
-        told.
+        The caller keeps the `fds` that it sends. Cancelling only stops waiting; the other end is
+        not notified.
 
-        Raises: the error that an answer `Failed` stands for.
-                ResourceError: the connection ended first.
-                CallerError: `body` is above the frame limit.
+        Raises: the error in a `Failed` answer. ResourceError: the connection ended first.
+                CallerError: `body` exceeds the frame limit.
         """
         if self.closed.done():
             raise self._lost()
@@ -184,7 +184,7 @@ class Peer(Generic[Body]):
             self._pending.pop(number, None)
 
     async def close(self) -> None:
-        """End the connection, cancel the handlers at work and wait for them. Idempotent."""
+        """End the connection, cancel running handlers and wait for them. Idempotent."""
         self.cut("closed by this end")
         tasks = self._tasks - {asyncio.current_task()}
         for task in tasks:
@@ -192,13 +192,13 @@ class Peer(Generic[Body]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def finish(self) -> None:
-        """Wait until the connection has ended and every handler is done."""
+        """Wait until the connection has ended and every handler has finished."""
         await asyncio.wait([self.closed])
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     def cut(self, reason: str) -> None:
-        """End the connection at once; handlers at work go on. Idempotent."""
+        """End the connection at once, while running handlers continue. Idempotent."""
         if self.closed.done():
             return
         self._loop.remove_reader(self._sock)
@@ -247,7 +247,7 @@ class Peer(Generic[Body]):
             if flags & _CUT_OFF:
                 raise _ProtocolError(f"more than {self.max_fds} file descriptors at once")
             self._take_frames()
-            # Only now: one read may bring the end of a frame and the beginning of the next.
+            # Check after parsing: one read may contain the end of a frame and the start of another.
             if len(self._received_fds) > self.max_fds:
                 raise _ProtocolError(f"more than {self.max_fds} file descriptors")
         except _ProtocolError as error:
@@ -335,7 +335,7 @@ class Peer(Generic[Body]):
                 f"limit of {MAX_FRAME_BYTES} and {MAX_FDS}"
             )
         data = _LENGTH.pack(len(payload)) + payload
-        # These are duplicates: the caller may close its own before the socket takes them.
+        # Duplicate them: the caller may close its own before the socket sends them.
         self._unsent.append(_Unsent(memoryview(data), [os.dup(fd) for fd in fds]))
         self._unsent_bytes += len(data)
         if self._unsent_bytes > MAX_UNSENT_BYTES:
@@ -373,7 +373,8 @@ class Peer(Generic[Body]):
 
 
 def listen(path: str | Path) -> socket.socket:
-    """A Unix socket that listens at `path`, for its owner only; a stale socket there is replaced.
+    """Return a Unix socket listening at `path`, accessible only to its owner. A stale socket is
+    replaced.
 
     Raises: CallerError: the path is too long for a socket.
     """
@@ -405,8 +406,8 @@ async def serve(
 ) -> None:
     """Accept connections of our own user until cancelled, and run `session(peer)` for each.
 
-    A session sets `peer.handler`, calls `peer.start()` and returns when it is done with the peer,
-    which is then closed. An exception in a session ends the server.
+    A session sets `peer.handler`, calls `peer.start()` and returns when it no longer needs the
+    peer, which is then closed. An exception in a session ends the server.
     """
     slots = asyncio.Semaphore(MAX_PEERS)
 
@@ -429,7 +430,7 @@ async def serve(
 
 
 async def accept(listener: socket.socket) -> socket.socket:
-    """Wait for the next connection; one that was given up while it waited is passed over."""
+    """Wait for the next connection, ignoring those aborted while they waited."""
     while True:
         try:
             sock, _ = await asyncio.get_running_loop().sock_accept(listener)
@@ -441,7 +442,7 @@ async def accept(listener: socket.socket) -> socket.socket:
 
 
 def _is_ours(sock: socket.socket) -> bool:
-    """Whether the process that connected is our own user's; another's is logged."""
+    """Whether the connected process belongs to our own user. Log it if not."""
     ucred = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(ucred)
     if uid != os.geteuid():

@@ -1,8 +1,8 @@
-"""Group commit: items that come while one store is under way are stored together by the next.
+"""Group commit: items that arrive during a store are stored together by the next one.
 
-An item that comes alone is stored at once, unless more items are known to be about to come: then
-the store waits a moment for them. Whoever adds an item hears of the store that took this item,
-which began after the item came.
+A single item is stored at once, unless more items are known to arrive soon. Then the store waits
+for them briefly. The caller that adds an item gets the result of the store that contains it, which
+starts after the item arrived.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 MAX_ITEMS = 128
-"""The most items that are stored at once, which bounds the size of a message."""
+"""Maximum number of items per store, which limits the size of a message."""
 
 
 class _Group(Generic[T, R]):
-    """Items that are stored together, by the task that added the first of them."""
+    """Items that are stored together, by the task that added the first one."""
 
     def __init__(self, first: T) -> None:
         self.items = [first]
         self.stored: asyncio.Future[R] | None = None
-        """The result of the store, for the tasks that added further items; made with the second."""
+        """Result of the store for the tasks that added further items. Created with the second
+        item."""
         self.complete: asyncio.Future[None] | None = None
-        """Set while the first task waits for more items; done when it may wait no longer."""
+        """Set while the first task waits for more items; done when it must stop waiting."""
 
 
 class GroupCommit(Generic[T, R]):
-    """Stores the items that it is given in groups.
+    """Stores items in groups.
 
-    Args: store: stores a list of items, at most `MAX_ITEMS`, in the order in which they came. It is
-              never called again before it has returned.
-          is_more_coming: whether to wait for more items; asked when an item has come.
-          max_wait_s: the longest wait for more items.
+    Args:   store: stores a list of at most `MAX_ITEMS` items, in order of arrival. Calls never
+                overlap.
+            is_more_coming: whether to wait for more items. Called when an item has arrived.
+            max_wait_s: maximum time to wait for more items.
     """
 
     def __init__(
@@ -51,13 +52,13 @@ class GroupCommit(Generic[T, R]):
         self._max_wait_s = max_wait_s
         self._turn = asyncio.Lock()
         self._open: _Group[T, R] | None = None
-        """The group that waits for its turn to be stored and takes more items until then."""
+        """The group that waits for its store and accepts more items until then."""
 
     async def add(self, item: T) -> R:
-        """Store an item together with its group; returns what `store` returned for the group.
+        """Store an item together with its group. Returns: the result of `store` for the group.
 
-        Raises: the error that `store` raised.
-                ResourceError: the task that was to store the group was cancelled.
+        Raises: the error raised by `store`. ResourceError: the task that stores the group was
+                cancelled.
         """
         group = self._open
         if group is None or len(group.items) >= MAX_ITEMS:
@@ -111,4 +112,4 @@ def _fail(stored: asyncio.Future[R] | None, error: BaseException) -> None:
     if not isinstance(error, Exception):
         error = ResourceError("who stored it was cancelled", remedy="try again")
     stored.set_exception(error)
-    stored.exception()  # marks it as seen: whoever waited for it may be gone, too
+    stored.exception()  # mark it as retrieved: the waiting tasks may have been cancelled too

@@ -1,4 +1,4 @@
-"""The KV buckets of the mesh: values by key, replaced by compare-and-set, watched."""
+"""The KV buckets of the mesh: values by key, with compare-and-set and watch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _WRONG_LAST_SEQUENCE = frozenset({10071, 10164})
 
 @dataclass(frozen=True, slots=True)
 class KeyChange:
-    """A key of a KV bucket, with the value that it has now."""
+    """A key of a KV bucket and its current value."""
 
     key: str
     stored: Stored | None
-    """The key's value; None where the key was deleted or has expired."""
+    """The key's value; None: the key was deleted or has expired."""
 
 
 class Conflict(Exception):
@@ -30,21 +30,21 @@ class Conflict(Exception):
 
 
 class Keys:
-    """The keys of the KV buckets, with their values."""
+    """The keys and values of the KV buckets."""
 
     def __init__(self, link: Link, stored: StoredMessages) -> None:
         self._link = link
         self._stored = stored
 
     async def get(self, bucket: Bucket, key: str) -> Stored | None:
-        """A key's value, or None where the key is absent, deleted or expired."""
+        """Return a key's value, or None if the key is absent, deleted or expired."""
         stored = await self.get_raw(bucket, key)
         return None if stored is None or stored.is_gone else stored
 
     async def get_raw(self, bucket: Bucket, key: str) -> Stored | None:
-        """Like `get`, but a deleted or expired key gives its marker.
+        """Like `get`, but return the marker of a deleted or expired key.
 
-        The marker's sequence is what `swap` must name.
+        `swap` needs the marker's sequence.
         """
         return await self._stored.get(f"KV_{bucket}", f"$KV.{bucket}.{key}")
 
@@ -61,11 +61,11 @@ class Keys:
         *,
         headers: dict[str, str] | None = None,
     ) -> int:
-        """Replace a key's value if nobody else has (compare-and-set); returns the new sequence.
+        """Replace a key's value by compare-and-set. Returns: the new sequence.
 
-        Args:   expected: stream sequence of the value that is replaced; 0: the key is new.
+        Args:   expected: stream sequence of the value to replace; 0: the key is new.
                 ttl_s: whole seconds until the value expires; None: never.
-        Raises: Conflict: the key has another value than the expected one.
+        Raises: Conflict: the key has another value than expected.
         """
         all_headers = {**(headers or {}), "Nats-Expected-Last-Subject-Sequence": str(expected)}
         try:
@@ -79,17 +79,17 @@ class Keys:
         return ack.seq
 
     async def delete(self, bucket: Bucket, key: str, expected: int) -> int:
-        """Delete a key if nobody else has changed it, as `swap` replaces it.
+        """Delete a key by compare-and-set; see `swap`.
 
-        Returns: the sequence of the marker that is left behind.
+        Returns: the sequence of the marker that replaces the value.
         """
         return await self.swap(bucket, key, b"", expected, headers={"KV-Operation": "DEL"})
 
     async def watch(self, bucket: Bucket, keys: str = ">") -> AsyncGenerator[KeyChange, None]:
-        """The keys under a filter as they are now, then every change of them, for ever.
+        """Yield the keys that match a filter with their current values, then every change, forever.
 
-        Where values of a key follow one another fast, some may be skipped; the last one never is.
-        Expiry is a change only in buckets that leave markers (`leases`).
+        If the values of a key change quickly, some may be skipped, but never the last one. Expiry
+        is reported only in buckets that leave markers (`leases`).
         """
         prefix = f"$KV.{bucket}."
         config = api.ConsumerConfig(deliver_policy=api.DeliverPolicy.LAST_PER_SUBJECT)

@@ -1,13 +1,15 @@
-"""Leases: who is alive and who leads, in the KV bucket `leases`.
+"""Leases: which processes are alive and which one leads, in the KV bucket `leases`.
 
-A lease is a key with a time to live, taken and renewed by compare-and-set, so that there is one
-holder at most. Its revision (the stream sequence at which it was taken) only grows, and fences the
-holders from one another. A holder that cannot renew its lease knows so before anyone else can take
-it: the holder counts from before its last renewal was sent, the server from when it was stored.
+A lease is a key with a time to live, acquired and renewed by compare-and-set, so that it has at
+most one holder. Its revision (the stream sequence at which it was acquired) only increases, and
+fences earlier holders. A holder that cannot renew its lease knows this before anyone else can
+acquire it: the holder counts the time to live from before it sent the last renewal, the server from
+when it stored it.
 
-KV's own `update` sets no time to live, hence `Bus.keys.swap`. An expired key leaves a marker, which
-reads as free and whose sequence the next holder must name. An attempt whose answer was lost may
-have been stored: a holder recognises its own by a nonce.
+KV's own `update` sets no time to live, so leases use `Bus.keys.swap`. An expired key leaves a
+marker, which means that the lease is free and whose sequence the next holder must name. If the
+answer to an attempt is lost, it may still have been stored: a holder recognises its own value by a
+nonce.
 """
 
 from __future__ import annotations
@@ -32,55 +34,55 @@ from phaseloom.common.transport.keys import Conflict
 log = logging.getLogger(__name__)
 
 REVISION_HEADER = "Phaseloom-Lease-Revision"
-"""Header of every renewal: the revision with which the lease was taken."""
+"""Header of every renewal: the revision at which the lease was acquired."""
 _HOLDER_HEADER = "Phaseloom-Lease-Holder"
 _RENEWALS_PER_TTL = 3
 _MARGIN_SHARE = 0.2
 _ATTEMPT_SHARE = 0.2
 _RETRY_PAUSE_S = 0.1
 _LOOK_AGAIN_S = 30.0
-"""Longest wait for a lease to become free before the key is read again.
+"""Maximum time to wait for a lease to become free before reading the key again.
 
-It is less than the time for which the marker of an expired lease is kept: somebody who was cut off
-for longer than that would never hear of it.
+It must be shorter than the lifetime of an expired lease's marker. A waiter that was disconnected
+for longer would never see the marker.
 """
 
 
 def node_lease_key(node: str) -> str:
-    """The key under which a node's agent holds its lease."""
+    """The lease key of a node's agent."""
     return f"node.{node}"
 
 
 async def nodes_up(bus: Bus) -> list[str]:
-    """The names of the nodes that are up, sorted: those whose agents hold a lease."""
+    """Return the sorted names of the nodes that are up, that is, whose agents hold a lease."""
     prefix = node_lease_key("")
     keys = await bus.keys.names(Bucket.LEASES)
     return sorted(key.removeprefix(prefix) for key in keys if key.startswith(prefix))
 
 
 def scheduler_lease_key() -> str:
-    """The key under which the scheduler that leads is known."""
+    """The lease key of the leading scheduler."""
     return "scheduler"
 
 
 def gateway_lease_key(tenant: str) -> str:
-    """The key under which the gateway that serves a tenant is known; the value is its URL."""
+    """The lease key of the gateway that serves a tenant. Its value is the gateway's URL."""
     return f"gateway.{tenant}"
 
 
 def session_lease_key(job: JobKey) -> str:
-    """The key under which a job's controller is known to live; the value is its session number."""
+    """The lease key of a job's controller. Its value is the session number."""
     return f"session.{job}"
 
 
 async def renew_session(bus: Bus, job: JobKey, session: int, ttl_s: float) -> None:
-    """Renew the lease of a job's controller: it lasts `ttl_s` (whole seconds, rounded up) from now.
+    """Renew the lease of a job's controller for `ttl_s` (whole seconds, rounded up) from now.
 
-    Any replica of the router may renew it, so the lease has no holder, and only a newer session
-    displaces another.
+    Any replica of the router may renew it, so the lease has no holder. Only a newer session
+    replaces an older one.
 
-    Raises: ResourceError: ABORTED: a newer session has sent a heartbeat.
-            nats errors: the renewal is not stored.
+    Raises: ResourceError: ABORTED: a newer session has sent a heartbeat. nats errors: the renewal
+            was not stored.
     """
     key = session_lease_key(job)
     while True:
@@ -103,12 +105,13 @@ def _whole_seconds(ttl_s: float) -> float:
 
 
 class LeaseLost(ResourceError):
-    """The lease is another holder's, or could be before it is renewed: stop acting on it now."""
+    """Another holder has the lease, or could acquire it before it is renewed. Stop acting on it
+    now."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """One holder's bid for one key."""
+    """One holder's attempt to acquire one key."""
 
     bus: Bus
     key: str
@@ -117,13 +120,13 @@ class _Claim:
     nonce: str
 
     async def try_take(self) -> int | None:
-        """Try once to take the lease; returns its revision, or None while another holds it."""
+        """Try once to acquire the lease. Returns: its revision; None: another process holds it."""
         current = await self.bus.keys.get_raw(Bucket.LEASES, self.key)
         if current is not None and not current.is_gone and not self.is_own(current.headers):
             return None
         try:
-            # Also where it is our own of an attempt whose answer was lost: only what is stored now
-            # is known to last.
+            # Write again even if an earlier attempt of ours was stored and its answer lost: its
+            # remaining time to live is unknown.
             return await self.write(current.sequence if current else 0)
         except Conflict:
             return None
@@ -141,14 +144,14 @@ class _Claim:
 
 
 class Lease:
-    """A held lease. Take it with `Lease.acquire`, run `keep` for as long as it is needed."""
+    """A held lease. Get it from `Lease.acquire` and run `keep` as long as it is needed."""
 
     def __init__(self, claim: _Claim, revision: int, held_since_s: float) -> None:
         self.key = claim.key
         self.revision = revision
-        """The stream sequence at which the lease was taken.
+        """The stream sequence at which the lease was acquired.
 
-        It grows with every new holder; renewals do not change it.
+        It increases with every new holder. Renewals do not change it.
         """
         self._claim = claim
         self._last = revision
@@ -156,10 +159,10 @@ class Lease:
 
     @classmethod
     async def acquire(cls, bus: Bus, key: str, value: bytes, ttl_s: float) -> Lease:
-        """Wait until the lease is free, and take it.
+        """Wait until the lease is free, and acquire it.
 
-        Args: value: the name of the holder, for people.
-              ttl_s: time to live; rounded up to whole seconds, the server's resolution.
+        Args:   value: the name of the holder, for people.
+                ttl_s: time to live, rounded up to whole seconds, the server's resolution.
         """
         claim = _Claim(bus, key, value, _whole_seconds(ttl_s), secrets.token_hex(8))
         while True:
@@ -175,14 +178,14 @@ class Lease:
 
     @property
     def expires_in_s(self) -> float:
-        """Seconds from now for which nobody else can hold the lease."""
+        """Seconds from now during which no other process can hold the lease."""
         return self._held_since_s + self._claim.ttl_s - time.monotonic()
 
     async def keep(self) -> None:
         """Renew the lease until cancelled.
 
-        Raises: LeaseLost: the lease is another's, or could not be renewed. In the latter case a
-                fifth of its time to live remains, to stop in.
+        Raises: LeaseLost: another holder has the lease, or it could not be renewed. In the latter
+                case, a fifth of its time to live remains for stopping.
         """
         while True:
             await asyncio.sleep(self._claim.ttl_s / _RENEWALS_PER_TTL)
@@ -193,7 +196,7 @@ class Lease:
                 raise self._lost("it could not be renewed in time") from None
 
     async def release(self) -> None:
-        """Give the lease up at once; harmless when it is already another's."""
+        """Release the lease at once. Harmless if another process already holds it."""
         try:
             await self._claim.bus.keys.delete(Bucket.LEASES, self.key, self._last)
         except Conflict:
@@ -203,7 +206,7 @@ class Lease:
         while True:
             began_s = time.monotonic()
             try:
-                # An attempt that met the server's death is never answered: leave time for another.
+                # If the server dies, an attempt is never answered. Leave time for another one.
                 async with asyncio.timeout(self._claim.ttl_s * _ATTEMPT_SHARE):
                     self._last = await self._claim.write(self._last, self.revision)
             except Conflict:
@@ -216,7 +219,7 @@ class Lease:
                 return
 
     async def _adopt_lost_answer(self) -> None:
-        """Go on, after a conflict, from our own renewal whose answer was lost.
+        """After a conflict, continue from our own renewal if only its answer was lost.
 
         Raises: LeaseLost: the conflict is with another holder, or the lease has expired.
         """
@@ -230,9 +233,9 @@ class Lease:
 
 
 async def end_of_dead(bus: Bus, key: str) -> None:
-    """End a lease whose holder is known to be dead, so that nobody waits for it to run out.
+    """Delete the lease of a dead process, so that nobody waits for it to expire.
 
-    Raises: nats errors: it is not stored.
+    Raises: nats errors: the deletion was not stored.
     """
     current = await bus.keys.get(Bucket.LEASES, key)
     if current is not None:
@@ -241,7 +244,7 @@ async def end_of_dead(bus: Bus, key: str) -> None:
 
 
 async def _until_free(bus: Bus, key: str) -> None:
-    """Wait until the key is deleted or has expired, or until it is time to read it again."""
+    """Wait until the key is deleted or expired, or until it is time to read it again."""
     with suppress(TimeoutError):
         async with (
             asyncio.timeout(_LOOK_AGAIN_S),

@@ -1,5 +1,5 @@
-"""The connection that all calls to the mesh's streams go by: how long they wait for the server, and
-which of its errors pass by themselves."""
+"""The connection for all calls to the mesh's streams: request timeouts, and which errors are
+temporary."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from phaseloom.common.transport.natsclient import MeshClient, each
 log = logging.getLogger(__name__)
 
 LAG_S = 12.0
-"""How long a server that was cut off may answer for a stream that others lead meanwhile: NATS ends
-its lead after 10 s without most of the servers."""
+"""How long a disconnected server may answer for a stream that another server leads by now. NATS
+ends its leadership after 10 s without a majority."""
 PAUSE_S = 0.2
-"""Between two tries of what fails only because servers are away."""
+"""Pause between attempts of a call that fails only because servers are unreachable."""
 _STORE_FAILED = 10077
 _SUBJECT_TAKEN = "per subject exceeded"
 _NO_PEERS = 10005
 _REQUEST_TIMEOUT_S = 10.0
 _NEXT_TRY_S = 3.0
-"""Where another server takes over from one that is gone, a request to that one is given up soon."""
+"""Request timeout if another server can take over from a failed one."""
 _ORDERED_HEARTBEAT_S = 0.5
 _REPLY_TOKENS = 9
 
 
 class AlreadyStored(Exception):
-    """The subject takes one message, and another message was first."""
+    """The subject holds a single message, and another one was stored first."""
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why the server has refused a call on a stream."""
+    """Why the server refused a call on a stream."""
 
     err_code: int = 0
     description: str = ""
@@ -53,9 +53,9 @@ class Answer(msgspec.Struct, frozen=True):
     """The server's answer to a publish."""
 
     seq: int = 0
-    """The sequence of the message that is stored."""
+    """Sequence of the stored message."""
     duplicate: bool = False
-    """Whether an earlier message with the same id is the one that is stored."""
+    """Whether the stored message is an earlier one with the same id."""
     error: Refusal | None = None
 
 
@@ -63,26 +63,28 @@ _answer = msgspec.json.Decoder(Answer)
 
 
 def is_subject_taken(code: int | None, description: str | None) -> bool:
-    """Whether a publish was refused because its subject already has its one message.
+    """Whether a publish was refused because its subject already has its single message.
 
-    The server has one code for every refusal by a stream; only the text tells a full stream.
+    The server uses one code for every refusal by a stream. Only the text distinguishes a full
+    stream.
     """
     return code == _STORE_FAILED and _SUBJECT_TAKEN in (description or "")
 
 
 def passes(error: Exception) -> bool:
-    """Whether a call fails only because servers are away, or agree on who leads right now."""
+    """Whether a call failed only because servers are unreachable or are electing a leader."""
     if isinstance(error, APIError) and error.err_code == _NO_PEERS:
-        return True  # one has yet to find the others
+        return True  # the servers have not found each other yet
     return isinstance(error, NatsTimeoutError | ServiceUnavailableError | NoRespondersError)
 
 
 def place(message: Msg) -> tuple[int, float]:
-    """The stream sequence of a message that a consumer got, and when the stream took it (Unix s).
+    """Return a consumed message's stream sequence and the time when the stream stored it (Unix
+    seconds).
 
-    Both are read from the reply subject, `$JS.ACK.<stream>.<consumer>.<delivered>.<stream
+    Both are parsed from the reply subject, `$JS.ACK.<stream>.<consumer>.<delivered>.<stream
     sequence>.<consumer sequence>.<nanoseconds>.<pending>`, which has two more tokens after `ACK` in
-    later forms.
+    newer versions.
     """
     tokens = message.reply.split(".")
     skip = 0 if len(tokens) == _REPLY_TOKENS else 2
@@ -95,11 +97,11 @@ class Link:
 
     client: MeshClient
     replicas: int = 1
-    """How many servers keep each stream."""
+    """Number of servers that store each stream."""
     timeout_s: float = field(init=False)
     """How long a request waits for its answer."""
     lag_s: float = field(init=False)
-    """How old an answer may be of a server that does not lead any more."""
+    """Maximum age in seconds of an answer from a server that no longer leads."""
     js: JetStreamContext = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,10 +117,10 @@ class Link:
         headers: dict[str, str] | None,
         content_type: str = MSGPACK,
     ) -> Answer:
-        """Publish to a stream; returns what the server says once it has stored the message.
+        """Publish to a stream. Returns: the server's answer, once it has stored the message.
 
-        Args:   msg_id: the stream stores only the first of several messages with one id.
-        Raises: AlreadyStored: the subject takes one message, and another was first.
+        Args:   msg_id: the stream stores only the first of several messages with the same id.
+        Raises: AlreadyStored: the subject holds one message, and another one was first.
                 ResourceError: the message was not stored in time, or the stream is full.
         """
         all_headers = {CONTENT_TYPE: content_type, **(headers or {})}
@@ -142,16 +144,16 @@ class Link:
 async def ordered(
     link: Link, stream: str, subject: str, config: api.ConsumerConfig
 ) -> AsyncGenerator[Msg, None]:
-    """The messages of a stream in order, for ever.
+    """Yield the messages of a stream in order, forever.
 
-    After a restart of the server some may come again.
+    After a restart of the server, some messages may be repeated.
     """
     subscription = await _ordered_subscription(link, stream, subject, config)
     try:
         async for message in each(subscription):
             yield message
     finally:
-        # Where the connection is closed or draining the subscription ends with it.
+        # If the connection is closed or draining, the subscription ends with it.
         with suppress(nats.errors.Error):
             await subscription.unsubscribe()
 

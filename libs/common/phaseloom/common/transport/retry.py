@@ -1,7 +1,7 @@
-"""Calls to the NATS server that are repeated until it has done them.
+"""Calls to the NATS server that are repeated until they succeed.
 
-The server may be restarted during any call, or be full. Neither is a reason for a service to stop:
-the service goes on where it stood, and people are told once what it waits for.
+The server may restart during any call, or be full. Neither is a reason for a service to stop. The
+service resumes where it was, and reports the cause of the wait once.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPT_S = 2.0
-"""Seconds after which an attempt is given up: the server may have died with the request, and then
-never answers."""
+"""Seconds after which an attempt is abandoned. If the server died with the request, it never
+answers."""
 _PAUSE_S = 0.1
 _SERVER_ERROR = 500
 
@@ -40,15 +40,15 @@ async def until_done(
     attempt_s: float | None = None,
     tell_full: Callable[[str], Awaitable[None]] | None = None,
 ) -> T:
-    """Repeat an idempotent call until the server has done it.
+    """Repeat an idempotent call until it succeeds.
 
-    The number of attempts is unbounded. A process that must not wait for ever is ended from
-    outside: a node's agent by its lease, a rank by its agent.
+    The number of attempts is unlimited. A process that must not wait forever is ended from outside:
+    a node's agent by its lease, a rank by its agent.
 
     Args:   what: name of the call, for the log.
-            attempt_s: time after which an attempt is given up; None: the call ends by itself.
-            tell_full: called once, with the reason, where a stream is full; the call is then
-                repeated until there is room. Without `tell_full` a full stream is an error.
+            attempt_s: time after which an attempt is abandoned; None: the call ends by itself.
+            tell_full: called once, with the reason, if a stream is full; the call is then repeated
+                until there is room. Without `tell_full` a full stream is an error.
     Raises: the error with which the server refuses the call.
     """
     is_news = True
@@ -80,7 +80,7 @@ def _is_full(error: Exception) -> bool:
 
 
 def _is_away(error: Exception) -> bool:
-    """Whether an error passes once the server is back; if not, the server refused the call."""
+    """Whether an error is temporary because the server is unreachable, and not a refusal."""
     if isinstance(error, ResourceError):
         is_too_large = isinstance(error.__cause__, MaxPayloadError)
         return error.info.code is Code.UNAVAILABLE and not is_too_large
@@ -90,16 +90,13 @@ def _is_away(error: Exception) -> bool:
 
 
 class RetryingLog:
-    """The decision log, with calls that are repeated until the server has done them.
+    """The decision log with calls that are repeated until they succeed.
 
-    An event that is appended without an id may be stored twice, so it must be harmless twice.
+    An event appended without an id may be stored twice, so a duplicate must be harmless.
     """
 
     def __init__(self, bus: Bus, source: str) -> None:
-        """A log on this bus.
-
-        Args: source: the name of the service that appends, for people.
-        """
+        """Args:   source: name of the appending service, for people."""
         self._bus = bus
         self._source = source
 
@@ -115,9 +112,9 @@ class RetryingLog:
         await self._bus.notice(self._source, "waiting for room", reason, SCHED)
 
     def read_entries(self, start_sequence: int = 1) -> AsyncIterator[LogEntry]:
-        """Every entry of the log from `start_sequence` on, for ever, as it is stored.
+        """Yield every entry of the log from `start_sequence` on, forever, as it is stored.
 
-        An entry comes whole, and not as its events one by one.
+        Each entry contains all events of one append.
         """
         return self._bus.log.read_entries(start_sequence)
 

@@ -1,9 +1,9 @@
-"""API calls as NATS micro services, the same on both sides.
+"""API calls as NATS micro services, with the same code on both sides.
 
-A call is a request on `pl.v1.api.<tenant>.<call>`, in JSON or MessagePack as `Content-Type` says;
-the answer comes in the same type. The answer to a failed call is an `ApiError`, with the micro
-services' error headers. The subject alone tells which tenant calls: the server lets a tenant
-publish on its own subjects only.
+A call is a request on `pl.v1.api.<tenant>.<call>`, in JSON or MessagePack according to
+`Content-Type`. The answer has the same type. The answer to a failed call is an `ApiError`, with the
+error headers of micro services. The subject alone identifies the tenant: the server lets a tenant
+publish only on its own subjects.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ApiHandler = Callable[[str, Any], Awaitable[object]]
-"""A function (tenant, decoded request) -> the struct to answer; it raises PhaseloomError to refuse
+"""A function (tenant, decoded request) -> the struct to answer. It raises PhaseloomError to refuse
 the call."""
 
 _TENANT_TOKEN = 3
@@ -67,14 +67,14 @@ async def serve_api(
     *,
     operators: Mapping[str, tuple[Any, ApiHandler]] | None = None,
 ) -> Service:
-    """Serve API calls for every tenant, until `stop()` of the service that is returned.
+    """Serve API calls of all tenants until `stop()` of the returned service.
 
-    Replicas that serve under one name share the calls.
+    Replicas that serve under the same name share the calls.
 
-    Args: endpoints: name of a call (`job.submit`) -> (request type, handler). Requests of one call
-              are handled one after another.
-          operators: likewise, for calls on subjects that no tenant can reach
-              (`pl.v1.node.<call>`); their handlers are given an empty tenant.
+    Args:   endpoints: name of a call (`job.submit`) -> (request type, handler). Requests of one
+                call are handled one at a time.
+            operators: the same for calls on subjects that no tenant can reach
+                (`pl.v1.node.<call>`). Their handlers get an empty tenant.
     """
     # nats-py calls utcnow(), which is deprecated since Python 3.12.
     with warnings.catch_warnings():
@@ -120,7 +120,7 @@ def _endpoint(
             info = ResourceError(f"{call}: the bus failed: {error!r}", remedy="try again").info
             await _refuse(request, info, content_type)
         except Exception:
-            # The caller must hear of it, and the endpoint must go on; the trace is for us.
+            # Report a bug to the caller and keep the endpoint running; the traceback is for us.
             log.exception("%s failed", call)
             await _refuse(request, InternalError(f"{call} failed").info, content_type)
         else:
@@ -131,7 +131,7 @@ def _endpoint(
 
 async def _refuse(request: Request, info: ErrorInfo, content_type: str) -> None:
     known = content_type if content_type in (JSON, MSGPACK) else JSON
-    # A header is one line; the message may quote what the caller sent.
+    # A header must be a single ASCII line, but the message may quote the caller's input.
     line = " ".join(info.message[:_HEADER_CHARS].split()).encode("ascii", "replace").decode()
     await request.respond_error(
         info.code, line, encode(ApiError(info), known), headers={CONTENT_TYPE: known}
@@ -147,11 +147,11 @@ async def call_api(
     *,
     timeout_s: float = 5.0,
 ) -> T:
-    """Make one API call; returns its answer, decoded as the type `answer`.
+    """Make one API call. Returns: its answer, decoded as the type `answer`.
 
-    Raises: PhaseloomError: the error that the service answered.
-            ResourceError: UNAVAILABLE: there was no answer (nobody serves the call, there is no
-                connection, or the time is over). Whether the call took effect is not known.
+    Raises: PhaseloomError: the error returned by the service. ResourceError: UNAVAILABLE: there was
+            no answer (no service serves the call, there is no connection, or the time expired). The
+            call may have taken effect.
     """
     return await _called(client, api_subject(tenant, call), request, answer, timeout_s)
 
@@ -159,7 +159,7 @@ async def call_api(
 async def call_node_api(
     client: Client, call: str, request: object, answer: type[T], *, timeout_s: float = 5.0
 ) -> T:
-    """Like `call_api`, for an operator's call, which belongs to no tenant."""
+    """Like `call_api`, for operators' calls, which have no tenant."""
     return await _called(client, node_subject(call), request, answer, timeout_s)
 
 
@@ -184,11 +184,11 @@ async def _called(
 async def request_reply(
     client: Client, subject: str, payload: bytes, *, timeout_s: float, headers: dict[str, str]
 ) -> Msg:
-    """Make a NATS request and return the answer.
+    """Make a NATS request. Returns: the answer.
 
-    Raises: ResourceError: UNAVAILABLE: there was no answer, for whatever reason.
-            CallerError: the payload is above the server's limit; PERMISSION_DENIED: the server does
-                not know the client any more.
+    Raises: ResourceError: UNAVAILABLE: there was no answer, for any reason. CallerError: the
+            payload exceeds the server's limit. PERMISSION_DENIED: the server no longer accepts the
+            client.
     """
     _check_known(client)
     asking = client.request(subject, payload, timeout=timeout_s, headers=headers)
@@ -198,9 +198,9 @@ async def request_reply(
 async def publish_to_stream(
     client: MeshClient, subject: str, payload: bytes, *, timeout_s: float, headers: dict[str, str]
 ) -> Msg:
-    """Publish a message to a stream and return the server's answer, which `pub_ack` reads.
+    """Publish a message to a stream. Returns: the server's answer, for `pub_ack`.
 
-    Raises: as `request_reply`; UNAVAILABLE also as soon as the connection is lost.
+    Raises: see `request_reply`. UNAVAILABLE is also raised as soon as the connection is lost.
     """
     _check_known(client)
     asking = client.ask_server(subject, payload, timeout_s, headers)
@@ -225,10 +225,10 @@ async def _answer(asking: Awaitable[Msg], subject: str, num_bytes: int) -> Msg:
 
 
 async def node_report(client: Client, node: str, *, timeout_s: float) -> StatusReport:
-    """Ask a node's agent for the state that the node holds.
+    """Request a report of the state on a node from its agent.
 
-    Raises: ResourceError: UNAVAILABLE: there was no answer, for whatever reason.
-            CallerError: the answer is of another version.
+    Raises: ResourceError: UNAVAILABLE: there was no answer, for any reason. CallerError: the agent
+            has another version, so its answer cannot be decoded.
     """
     subject = state_subject(NodeId(node))
     message = await request_reply(client, subject, b"", timeout_s=timeout_s, headers={})
@@ -239,11 +239,11 @@ async def node_report(client: Client, node: str, *, timeout_s: float) -> StatusR
 async def answer_requests(
     client: Client, subject: str, answer: Callable[[Msg], Awaitable[object]]
 ) -> None:
-    """Answer the requests on a subject in MessagePack, side by side, until cancelled.
+    """Answer the requests on a subject in MessagePack, concurrently, until cancelled.
 
-    An answer that cannot be sent is dropped: whoever asks asks again, or gives up.
+    If an answer cannot be sent, it is dropped: the requester repeats the request or gives up.
 
-    Args: answer: a function message -> the struct to answer; it raises nothing.
+    Args:   answer: a function message -> the struct to answer; it must not raise.
     """
 
     async def reply(message: Msg) -> None:
@@ -263,7 +263,7 @@ async def answer_requests(
         try:
             await asyncio.get_running_loop().create_future()
         finally:
-            with suppress(nats.errors.Error):  # closed or draining: it goes with the connection
+            with suppress(nats.errors.Error):  # a closing connection ends the subscription itself
                 await subscription.unsubscribe()
 
 

@@ -1,4 +1,4 @@
-"""The connection of a service to the bus, for as long as the service runs."""
+"""The bus connection of a service, open as long as the service runs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from phaseloom.common.transport.natsclient import MeshClient
 
 @asynccontextmanager
 async def service_bus(name: str, stop: asyncio.Event) -> AsyncIterator[Bus]:
-    """The bus that the configuration names, closed at the end of the block.
+    """Open the bus named by the configuration, and close it at the end of the block.
 
     Args:   name: the connection's name in the server's list.
             stop: the service's stop event.
-    Raises: Stopped: the service was told to stop while it connected.
-            CallerError: PERMISSION_DENIED: the server does not know the service, or not any more;
-                then the stop event is set, and the error comes at the end of the block.
-            ResourceError: UNAVAILABLE: the server could not be reached in time.
+    Raises: Stopped: the service was asked to stop while it connected. CallerError:
+            PERMISSION_DENIED: the server rejects the service. If that happens later, the stop event
+            is set and the error is raised at the end of the block. ResourceError: UNAVAILABLE: the
+            server could not be reached in time.
     """
     opening = Bus.open(config.load(BusConfig, "bus"), name, timeout_s=SERVICE_CONNECT_S)
     bus = await lifecycle.unless_stopped(stop, opening)
@@ -37,7 +37,6 @@ async def service_bus(name: str, stop: asyncio.Event) -> AsyncIterator[Bus]:
 
 
 async def _stop_when_denied(client: MeshClient, stop: asyncio.Event) -> None:
-    """Have the service stop where the server knows it no more: started again, it may read another
-    password."""
+    """Stop the service once the server rejects it. After a restart it may read a new password."""
     await client.denied.wait()
     stop.set()

@@ -1,10 +1,10 @@
-"""The newest messages that streams have stored, by subject.
+"""The newest messages stored by streams, by subject.
 
-Where several servers keep each stream, whoever does not lead it may lag behind: what is read is
-asked of the leader. A leader that was cut off may take itself for one for `LAG_S` more: what must
-be there is looked for that long.
+If several servers store each stream, followers may lag, so reads go to the leader. A disconnected
+leader may answer for up to `LAG_S` more. So a message that must exist is requested again for that
+long.
 
-These calls are on the path of every operation and bypass nats-py's JetStream layer, which parses
+These calls are on the path of every operation. They bypass nats-py's JetStream layer, which parses
 more of an answer than we use.
 """
 
@@ -27,13 +27,13 @@ _NOT_FOUND = "404"
 _NOT_THERE = 404
 _LAG_PAUSE_S = 0.1
 _ANSWER_BYTES = 16 * 2**20
-"""Most bytes of one answer with many stored messages. Without this limit the server sends more than
-it lets wait for a connection (64 MiB), and then cuts off a slow reader."""
+"""Maximum size of one answer with many stored messages. Without this limit, the server sends more
+than it buffers per connection (64 MiB), and then disconnects slow readers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A message that a stream has stored."""
+    """A message stored by a stream."""
 
     payload: bytes
     sequence: int
@@ -42,12 +42,12 @@ class Stored:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the message only marks that a KV key was deleted or has expired."""
+        """Whether the message is only the marker of a deleted or expired KV key."""
         return not {"KV-Operation", "Nats-Marker-Reason"}.isdisjoint(self.headers)
 
 
 class _Found(msgspec.Struct, frozen=True):
-    """A stored message. `data`, `hdrs`: in Base64 in JSON."""
+    """A stored message. In JSON, `data` and `hdrs` are Base64."""
 
     subject: str
     seq: int
@@ -77,15 +77,15 @@ _purged = msgspec.json.Decoder(_Purged)
 
 
 class StoredMessages:
-    """The newest messages that streams have stored of each subject."""
+    """The newest stored message of each subject."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
 
     async def get(self, stream: str, subject: str) -> Stored | None:
-        """The newest stored message of a subject (direct get), or None where there is none.
+        """Return the newest stored message of a subject (by direct get), or None.
 
-        Raises: nats.errors.Error: the server does not answer, or cannot yet.
+        Raises: nats.errors.Error: the server does not answer, or is not ready.
         """
         if self._link.replicas > 1:
             return await self._get_by_api(stream, subject)
@@ -104,11 +104,11 @@ class StoredMessages:
         raise APIError.from_msg(message)
 
     async def _get_by_api(self, stream: str, subject: str) -> Stored | None:
-        """The newest stored message of a subject, asked for without direct get.
+        """Return the newest stored message of a subject without direct get.
 
-        It is for the case that direct get gives no answer: there is no such stream, the stream has
-        no direct get, or the server is starting. No answer does not mean that there is no message;
-        the JetStream API tells these cases apart.
+        This is for the case that direct get does not answer: the stream does not exist, has no
+        direct get, or the server is starting. In none of these cases does it follow that there is
+        no message; the JetStream API distinguishes them.
         """
         found = await self.ask_leader(stream, {"last_by_subj": subject})
         if found is None:
@@ -117,9 +117,9 @@ class StoredMessages:
         return Stored(found.data, found.seq, headers or {})
 
     async def ask_leader(self, stream: str, which: dict[str, object]) -> _Found | None:
-        """A stored message, as whoever leads the stream has it; None where it has none.
+        """Request a stored message from the stream's leader. Returns: None if there is none.
 
-        Raises: nats.errors.Error: the server does not answer, or cannot yet.
+        Raises: nats.errors.Error: the server does not answer, or is not ready.
         """
         message = await self._link.client.request(
             f"$JS.API.STREAM.MSG.GET.{stream}", _json.encode(which), timeout=self._link.timeout_s
@@ -134,12 +134,12 @@ class StoredMessages:
     async def get_all(
         self, stream: str, subjects: Sequence[str], *, are_there: bool = False
     ) -> dict[str, Stored]:
-        """The newest stored message of each subject that has one, as `get` gives it.
+        """Return the newest stored message of each subject that has one; see `get`.
 
         Args:   subjects: without wildcards.
-                are_there: all of them have been stored: a server that has none is asked again for
-                    as long as it may lag behind.
-        Raises: nats.errors.Error: the server does not answer, or cannot yet.
+                are_there: whether all of them are known to be stored. If so, missing ones are
+                    requested again for as long as a server may lag.
+        Raises: nats.errors.Error: the server does not answer, or is not ready.
         """
         found = await self._get_all_once(stream, subjects)
         sure_at_s = time.monotonic() + self._link.lag_s
@@ -172,7 +172,7 @@ class StoredMessages:
         status = {} if end is None else end.headers or {}
         if status.get("Status") == _NOT_FOUND or status.get("Nats-Num-Pending") == "0":
             return found
-        # The messages are too much for one answer, or nobody was there to give it.
+        # The messages do not fit in one answer, or no server answered.
         for subject in subjects:
             if subject not in found and (one := await self.get(stream, subject)):
                 found[subject] = one
@@ -181,7 +181,7 @@ class StoredMessages:
     async def delete(self, stream: str, subject: str) -> None:
         """Drop the stored messages of a subject.
 
-        Raises: nats.errors.Error: the server does not answer. APIError: there is no such stream.
+        Raises: nats.errors.Error: the server does not answer. APIError: the stream does not exist.
         """
         message = await self._link.client.request(
             f"$JS.API.STREAM.PURGE.{stream}",
@@ -192,10 +192,10 @@ class StoredMessages:
             raise APIError.from_error(msgspec.json.decode(message.data)["error"])
 
     async def before(self, stream: str, subject: str, time_s: float) -> AsyncGenerator[str, None]:
-        """Subjects of the messages that a stream took before a time (Unix seconds), oldest first.
+        """Yield the subjects of messages stored before a time (Unix seconds), oldest first.
 
-        The iteration may wait for ever where the last of the messages is deleted meanwhile: the
-        caller must bound it.
+        The iteration may wait forever if the last of these messages is deleted meanwhile, so the
+        caller must limit it.
         """
         if not (await self._link.js.stream_info(stream)).state.messages:
             return
@@ -206,11 +206,11 @@ class StoredMessages:
                 if stored_s >= time_s:
                     return
                 yield message.subject
-                if message.reply.endswith(".0"):  # none is pending behind it
+                if message.reply.endswith(".0"):  # the last pending message
                     return
 
     async def subjects(self, stream: str, filter_subject: str) -> list[str]:
-        """The subjects under a filter that have a stored message."""
+        """Return the subjects that match a filter and have a stored message."""
         try:
             info = await self._link.js.stream_info(stream, subjects_filter=filter_subject)
         except NotFoundError:

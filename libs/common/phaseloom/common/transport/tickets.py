@@ -1,8 +1,8 @@
-"""Signs and checks the tickets by which state managers give weights versions to other nodes.
+"""Sign and verify the tickets with which state managers give weights versions to other nodes.
 
-The scheduler's shell signs the tickets that its core gives; state managers check them. Both know
-the mesh's secret; ranks do not. A ticket contains no time and nothing random, so two schedulers
-that both lead for a moment sign the same one.
+The scheduler's shell signs the tickets issued by its core; state managers verify them. Both know
+the mesh's secret; ranks do not. A ticket contains no time and no random value, so two schedulers
+that briefly both lead sign the same ticket.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_genuine(ticket: Ticket | FilesTicket, secret: str) -> bool:
 
 
 def _mac(ticket: Ticket | FilesTicket, secret: str) -> bytes:
-    """HMAC-SHA256 over a ticket without its mac, by a key that is used for nothing else."""
+    """HMAC-SHA256 over a ticket without its mac, with a key derived for this purpose only."""
     key = hmac.new(secret.encode(), _PURPOSE, hashlib.sha256).digest()
     unsigned = msgspec.msgpack.encode(msgspec.structs.replace(ticket, mac=b""))
     return hmac.new(key, unsigned, hashlib.sha256).digest()
