@@ -147,7 +147,7 @@ def _decoding(base: ModelSpec, node: RankGroup, num_rounds: int) -> Record:
 
 async def _on_a_mesh(directory: Path, num_rounds: int) -> Record:
     """Args: directory: the base's files are in `base` there."""
-    config.hand_down("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
+    config.set_for_children("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
     nodes = [
         NodeConfig("rollout-0", "rollout", [_DEVICE_BYTES]),
         NodeConfig("train-0", "train", [_DEVICE_BYTES] * len(_POLICY_RANKS)),

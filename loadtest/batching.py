@@ -49,7 +49,7 @@ async def measure(directory: Path, num_rounds: int) -> list[Record]:
 
     Args: directory: an existing directory for the mesh's store and logs.
     """
-    config.hand_down("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
+    config.set_for_children("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
     mesh_config = MeshConfig(
         nodes=[NodeConfig("bench-0", _POOL, [_DEVICE_BYTES])], tenants=[TENANT], routers=1
     )

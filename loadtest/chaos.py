@@ -255,7 +255,7 @@ async def run(settings: Settings, directory: Path, told: Callable[[str], None]) 
     Args: directory: an existing directory for the meshes' stores and logs.
           told: called with a line about each thing that happens.
     """
-    config.hand_down("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
+    config.set_for_children("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
     started_s = time.monotonic()
     reference = await _undisturbed(settings, directory / "undisturbed")
     told(f"undisturbed: {reference}")

@@ -87,7 +87,7 @@ async def run(settings: Settings, directory: Path) -> HidingReport:
 
     Args: directory: an existing directory for the mesh's store and logs.
     """
-    config.hand_down("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
+    config.set_for_children("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
     state_bytes = settings.state_mib * 2**20
     nodes = [
         NodeConfig(

@@ -111,7 +111,7 @@ async def run(settings: Settings, directory: Path) -> LoadReport:
 
     Args: directory: an existing directory for the mesh's store and logs.
     """
-    config.hand_down("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
+    config.set_for_children("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
     per_node = -(-settings.jobs // settings.nodes)
     nodes = [
         NodeConfig(f"load-{n}", f"pool-{n}", [_NODE_BYTES] * per_node)

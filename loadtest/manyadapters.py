@@ -59,7 +59,7 @@ class _DeviceTime:
         async with aclosing(self._bus.log.read_entries()) as entries:
             async for entry in entries:
                 async with self._grown:
-                    self.seconds += sum(_seconds(one.event) for one in entry.apart())
+                    self.seconds += sum(_seconds(one.event) for one in entry.split())
                     self._sequence = entry.sequence
                     self._grown.notify_all()
 

@@ -80,7 +80,7 @@ async def compare(python: Path, directory: Path, num_rounds: int, per_round: int
     Args: python: interpreter of the environment that the peers are installed in.
           directory: an existing directory for the mesh's store and logs.
     """
-    config.hand_down("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
+    config.set_for_children("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
     async with AsyncExitStack() as stack:
         peers = [await stack.enter_async_context(_peer(python, name)) for name in PROGRAMS]
         # Redis, too, has on disk what it acknowledges a second later.

@@ -100,7 +100,7 @@ async def run(settings: Settings, directory: Path, told: Callable[[str], None]) 
     Args: directory: an existing directory for the disk and for logs.
           told: called with a line about each thing that happens.
     """
-    config.hand_down("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
+    config.set_for_children("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
     began_s = time.monotonic()
     (directory / "mesh.toml").write_text(_MESH)
     reference = await _undisturbed(settings, directory)

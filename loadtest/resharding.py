@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from loadtest.records import Record
-from phaseloom.common.tensors.resharding import Box, Holding, Tensor, fetches, parts_of
+from phaseloom.common.tensors.resharding import Box, Holding, Tensor, parts_of, plan_fetches
 
 _VOCABULARY = 151936
 _AIM_S = 2.0
@@ -116,7 +116,7 @@ def measure(num_rounds: int) -> list[Record]:
 def _measured(plan: Plan, num_rounds: int) -> Record:
     model, ranks, held = plan.tensors(), plan.target(), plan.source()
     parts = [held[shared[0]] for shared in parts_of(held)]
-    spent_s = median(_cpu_s(lambda: fetches(model, parts, ranks)) for _ in range(num_rounds))
+    spent_s = median(_cpu_s(lambda: plan_fetches(model, parts, ranks)) for _ in range(num_rounds))
     return Record(
         name=f"plan_{plan.name}_one_node",
         value=round(spent_s, 3),

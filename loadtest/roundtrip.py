@@ -113,7 +113,7 @@ async def measure(
           per_round: operations of each side in a round; there are more where many are in flight.
           fsync: whether all servers have each message on disk before they acknowledge it.
     """
-    config.hand_down("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
+    config.set_for_children("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
     records = []
     async with AsyncExitStack() as stack:
         policies = {

@@ -191,7 +191,7 @@ async def run(settings: Settings, directory: Path, told: Callable[[str], None]) 
     Args: directory: an existing directory for the meshes' stores and logs.
           told: called with a line about each thing that happens.
     """
-    config.hand_down("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
+    config.set_for_children("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
     figures = await _cost(settings, directory)
     stalls = []
     async with _mesh(directory / "faults", 3) as job:

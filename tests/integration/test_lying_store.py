@@ -132,7 +132,7 @@ async def test_older_copy_of_the_store_is_refused(run: Run) -> None:
     await run.fill(range(NUM_ENTRIES + 1, NUM_ENTRIES + 6))
     bus = await run.bus()
     mark = LogMark(bus, run.directory / "nodes/train-0")
-    mark.saw(await bus.log.end())
+    mark.record(await bus.log.end())
     keeping = asyncio.create_task(mark.keep())
     while read_mark(run.directory / "nodes/train-0") < NUM_ENTRIES + 5:
         await asyncio.sleep(0.01)

@@ -141,7 +141,7 @@ class Log:
         async with aclosing(bus.log.read_entries()) as entries:
             async for entry in entries:
                 async with self._grown:
-                    self.events += [one.event for one in entry.apart()]
+                    self.events += [one.event for one in entry.split()]
                     self._sequence = entry.sequence
                     self._grown.notify_all()
 

@@ -19,7 +19,7 @@ from phaseloom.common.contract.state_layout import (
     VersionParts,
 )
 from phaseloom.common.tensors.blockhash import digest_in_threads
-from phaseloom.common.tensors.resharding import Fetch, fetches, parts_of
+from phaseloom.common.tensors.resharding import Fetch, parts_of, plan_fetches
 from phaseloom.worker.state.client import RankStateClient
 from phaseloom.worker.state.layouts import packed
 from tests.support.sharded import Array, Parameter, Sharded, arrays, inside, tensors
@@ -79,7 +79,9 @@ class Plan:
     def fetches(self, ranks: Collection[int]) -> list[Fetch]:
         """What a node with these target ranks fetches."""
         parts = [self.source.holding(MODEL, held[0]) for held in self.parts]
-        return fetches(TENSORS, parts, {rank: self.target.holding(MODEL, rank) for rank in ranks})
+        return plan_fetches(
+            TENSORS, parts, {rank: self.target.holding(MODEL, rank) for rank in ranks}
+        )
 
 
 async def version_rank(d: Daemon, key: DeploymentKey) -> RankStateClient:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phaseloom.common.contract.state_layout import Role, TensorSlot
-from phaseloom.common.tensors.resharding import fetches, holding_of, tensors_of
+from phaseloom.common.tensors.resharding import holding_of, plan_fetches, tensors_of
 from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.core.reading import Reader, fetches_of_whole, from_part
 from phaseloom.worker.state.copying import clear, copy_rows, gather
@@ -37,7 +37,7 @@ def assembled(
     model, wanted = tensors_of(whole), holding_of(whole)
     reader = Reader([wanted], 0, [0], model, whole)
     version = bytearray(align(whole[-1].offset + whole[-1].num_bytes))
-    for fetch in fetches(model, [holding_of(table) for table in tables], {0: wanted}):
+    for fetch in plan_fetches(model, [holding_of(table) for table in tables], {0: wanted}):
         runs = from_part(tables[fetch.part], [fetch], reader)
         copy_rows(memoryview(bytearray(parts[fetch.part])), memoryview(version), runs)
     return bytes(version)

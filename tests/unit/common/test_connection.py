@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phaseloom.common.contract.errors import CallerError
-from phaseloom.common.transport.connection import checked_addresses
+from phaseloom.common.transport.connection import parse_addresses
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from phaseloom.common.transport.connection import checked_addresses
     ],
 )
 def test_address_has_its_scheme_and_its_port(url: str, found: list[str]) -> None:
-    assert checked_addresses(url, "URL") == found
+    assert parse_addresses(url, "URL") == found
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,6 @@ def test_address_has_its_scheme_and_its_port(url: str, found: list[str]) -> None
 def test_what_is_no_address_is_refused_and_its_source_named(url: str) -> None:
     """`http` was taken for the name of a host that does not answer."""
     with pytest.raises(CallerError, match="is no address of a NATS server") as refused:
-        checked_addresses(url, "PHASELOOM_URL")
+        parse_addresses(url, "PHASELOOM_URL")
     assert refused.value.info.field == "PHASELOOM_URL"
     assert "nats://HOST:PORT" in refused.value.info.remedy

@@ -57,7 +57,7 @@ def test_every_place_in_a_layout_is_one_rank(layout: Layout) -> None:
         assert max(c.dp + 1 - layout.dp, c.pp + 1 - layout.pp, c.cp + 1 - layout.cp) <= 0
         assert c.tp < layout.tp
         assert c.ep < layout.ep
-    assert {places[rank].dp for rank in layouts.speakers(layout)} == set(range(layout.dp))
+    assert {places[rank].dp for rank in layouts.reporting_ranks(layout)} == set(range(layout.dp))
 
 
 def test_ranks_of_tp_2_pp_2_dp_2_are_numbered_tp_first() -> None:
@@ -66,7 +66,7 @@ def test_ranks_of_tp_2_pp_2_dp_2_are_numbered_tp_first() -> None:
     assert [c.tp for c in places] == [0, 1, 0, 1, 0, 1, 0, 1]
     assert [c.dp for c in places] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert [c.pp for c in places] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert layouts.speakers(layout) == [4, 6]
+    assert layouts.reporting_ranks(layout) == [4, 6]
 
 
 def test_ranks_of_tp_2_cp_2_dp_2_with_4_groups_of_experts() -> None:

@@ -20,9 +20,9 @@ from phaseloom.common.tensors.resharding import (
     Tensor,
     assign,
     byte_rows,
-    fetches,
     item_bytes,
     parts_of,
+    plan_fetches,
 )
 from tests.support.sharded import DTYPES, Parameter, Sharded, arrays, inside, tensors
 
@@ -126,7 +126,7 @@ def check_carried_out(
     wanted = {rank: arrays(model, held) for rank, held in ranks.items()}
     built = {r: {n: np.zeros_like(a) for n, a in held.items()} for r, held in wanted.items()}
     fetched = 0
-    for fetch in fetches(tensors(model), parts, ranks):
+    for fetch in plan_fetches(tensors(model), parts, ranks):
         content = there[fetch.part][fetch.name][inside(fetch.start, fetch.size)]
         assert content.nbytes == fetch.num_bytes
         fetched += content.nbytes
@@ -175,7 +175,7 @@ def test_runs_are_as_long_as_both_sides_allow() -> None:
     (turned,) = byte_rows((4, 3), 4, ((0, 0), (8, 3)), ((0, 0), (4, 6)))
     assert turned == Rows(0, 0, 12, 4, 12, 24)
     assert [*turned.runs()] == [(12 * i, 24 * i, 12) for i in range(4)]
-    assert [*turned.some(1, 2).runs()] == [(12 * i, 24 * i, 12) for i in (1, 2)]
+    assert [*turned.subset(1, 2).runs()] == [(12 * i, 24 * i, 12) for i in (1, 2)]
 
 
 def test_slices_of_more_dims_are_rows_at_each_outer_index() -> None:
@@ -190,7 +190,7 @@ def test_half_as_many_ranks_fetch_one_slice_from_each_of_two() -> None:
     slices = [
         (fetch.part, rank, fetch.size)
         for rank in range(4)
-        for fetch in fetches(tensors(model), parts, {rank: held[rank]})
+        for fetch in plan_fetches(tensors(model), parts, {rank: held[rank]})
     ]
     assert slices == [(2 * t + i, t, (8, 8)) for t in range(4) for i in range(2)]
 
@@ -198,7 +198,7 @@ def test_half_as_many_ranks_fetch_one_slice_from_each_of_two() -> None:
 def test_replicas_are_asked_alike() -> None:
     model = [Parameter(f"w{i}", (8, 8), "int8", 0.0) for i in range(10)]
     whole = Sharded(Layout()).holding(model, 0)
-    load = Counter(fetch.part for fetch in fetches(tensors(model), [whole] * 5, {0: whole}))
+    load = Counter(fetch.part for fetch in plan_fetches(tensors(model), [whole] * 5, {0: whole}))
     assert load == dict.fromkeys(range(5), 2)
 
 
@@ -213,7 +213,7 @@ def test_ranks_that_hold_the_same_share_a_part() -> None:
 def test_what_nobody_holds_is_refused(part: dict[str, Box]) -> None:
     wanted = {0: {"w": Box((0, 0), (8, 8))}}
     with pytest.raises(CallerError, match="no part of the version has w") as caught:
-        fetches({"w": Tensor((8, 8), "int8")}, [part], wanted)
+        plan_fetches({"w": Tensor((8, 8), "int8")}, [part], wanted)
     assert caught.value.info.code is Code.FAILED_PRECONDITION
 
 

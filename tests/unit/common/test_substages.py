@@ -17,10 +17,10 @@ from phaseloom.common.observability.substages import (
     EDGES,
     WINDOW,
     StepRecord,
+    combine_replicas,
     cut,
     cut_runs,
-    of_replicas,
-    shortened,
+    merge_shortest,
 )
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -92,19 +92,19 @@ def test_short_rollout_is_cut_as_a_long_one_of_its_shape() -> None:
 
 def test_shortest_run_goes_into_the_one_before_it() -> None:
     runs = [StepRun(20, 20, 1.0), StepRun(2, 200, 0.5), StepRun(30, 60, 2.0)]
-    assert shortened(runs, 2) == [StepRun(22, 220, 1.5), StepRun(30, 60, 2.0)]
-    assert shortened(runs, 0) == [StepRun(52, 280, 3.5)]
-    assert shortened([], 2) == []
+    assert merge_shortest(runs, 2) == [StepRun(22, 220, 1.5), StepRun(30, 60, 2.0)]
+    assert merge_shortest(runs, 0) == [StepRun(52, 280, 3.5)]
+    assert merge_shortest([], 2) == []
 
 
 @pytest.mark.parametrize("replicas", [1, 3, 16, 40])
 def test_replicas_share_the_room_that_there_is(replicas: int) -> None:
     runs = [[StepRun(10 + i, 10, 0.1) for i in range(20)]] * replicas
-    told = of_replicas(runs)
+    told = combine_replicas(runs)
     assert len(told) <= MAX_STEP_RUNS
     assert {run.replica for run in told} == {*range(min(replicas, MAX_STEP_RUNS))}
 
 
 def test_operation_without_steps_tells_none() -> None:
-    assert of_replicas([]) == []
-    assert of_replicas([[], [StepRun(1, 1, 0.1)]]) == [StepRun(1, 1, 0.1, 1)]
+    assert combine_replicas([]) == []
+    assert combine_replicas([[], [StepRun(1, 1, 0.1)]]) == [StepRun(1, 1, 0.1, 1)]

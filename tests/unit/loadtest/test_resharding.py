@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loadtest import resharding
-from phaseloom.common.tensors.resharding import fetches, parts_of
+from phaseloom.common.tensors.resharding import parts_of, plan_fetches
 
 _SIZES = {"30b_a3b": (18_867, 61_064_245_248, 16), "235b": (36_945, 470_187_269_120, 96)}
 """Of each model the number of tensors, its bytes in bfloat16, and its parts."""
@@ -18,7 +18,7 @@ def test_model_is_planned_whole_and_comes_once(plan: resharding.Plan) -> None:
     assert len(model) == num_tensors
     parts = [held[ranks[0]] for ranks in parts_of(held)]
     assert len(parts) == num_parts
-    found = fetches(model, parts, plan.target())
+    found = plan_fetches(model, parts, plan.target())
     assert sum(fetch.num_bytes for fetch in found) == num_bytes
 
 

@@ -15,7 +15,13 @@ from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.contract.state_rank import RegisterHeap
-from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined, digest_of, each_part
+from phaseloom.common.tensors.blockhash import (
+    BLOCK_BYTES,
+    checksum,
+    combine_checksums,
+    digest_of,
+    map_parts,
+)
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.node.background import Background
 from phaseloom.statemgr.node.digests import Digests
@@ -183,8 +189,8 @@ def test_copy_that_is_dirty_may_be_sealed_and_demoted_but_not_taken_for_verified
 @pytest.mark.parametrize("num_bytes", [0, 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 5])
 def test_digest_is_the_same_however_many_threads_take_it(num_bytes: int) -> None:
     memory = memoryview(bytes(range(256)) * (num_bytes // 256 + 1))[:num_bytes]
-    parts = each_part(num_bytes, BLOCK_BYTES, lambda at, end: checksum(memory[at:end]))
-    assert combined(b"".join(parts)) == digest_of(memory)
+    parts = map_parts(num_bytes, BLOCK_BYTES, lambda at, end: checksum(memory[at:end]))
+    assert combine_checksums(b"".join(parts)) == digest_of(memory)
 
 
 def test_flip_in_any_block_changes_the_digest() -> None:
@@ -205,5 +211,5 @@ def test_failure_of_one_part_is_raised() -> None:
         return start
 
     with pytest.raises(ValueError, match="20"):
-        each_part(100, 10, work)
-    assert each_part(15, 10, work) == [0, 10]
+        map_parts(100, 10, work)
+    assert map_parts(15, 10, work) == [0, 10]

@@ -82,7 +82,7 @@ async def _of_live(settings: BusConfig) -> list[Recorded]:
             async with aclosing(bus.log.read_entries()) as entries:
                 async for entry in entries:
                     events += (
-                        Recorded(one.sequence, one.time_s, one.event) for one in entry.apart()
+                        Recorded(one.sequence, one.time_s, one.event) for one in entry.split()
                     )
                     if entry.sequence >= end:
                         break

@@ -30,7 +30,7 @@ from rich.table import Table
 from phaseloom.cli.extras import check_installed
 from phaseloom.common.contract.errors import CallerError, InternalError, to_exception
 from phaseloom.common.contract.specs import KindSlowdown, SlowdownTable
-from phaseloom.common.process.slowdowns import SUB_STAGES, Ran, Run
+from phaseloom.common.process.slowdowns import SUB_STAGES, MeasureRequest, MeasureResult
 
 WARM_UP_S = 0.1
 WIDE = 1.25
@@ -237,11 +237,11 @@ class _Worker:
         self._stdin: IO[str] = process.stdin
         self._stdout: IO[str] = process.stdout
 
-    def ask(self, run: Run) -> None:
+    def ask(self, run: MeasureRequest) -> None:
         self._stdin.write(msgspec.json.encode(run).decode() + "\n")
         self._stdin.flush()
 
-    def answer(self) -> Ran:
+    def answer(self) -> MeasureResult:
         """The process's next answer.
 
         Raises: CallerError: the model cannot be run. InternalError: the process has ended; what it
@@ -251,7 +251,7 @@ class _Worker:
         if not line:
             code = self._process.wait()
             raise InternalError(f"a measuring process has ended with exit code {code}")
-        ran = msgspec.json.decode(line, type=Ran)
+        ran = msgspec.json.decode(line, type=MeasureResult)
         if ran.refused is not None:
             raise to_exception(ran.refused)
         return ran
@@ -280,11 +280,11 @@ def _measure(both: Sequence[_Worker], step: Step, cores: int, seconds: float, in
     from_s = time.time() + WARM_UP_S
     until_s = from_s + seconds
     mine, rest = [*range(step.count)], [*range(step.count, cores)]
-    both[0].ask(Run(step.kind, mine, from_s, until_s))
+    both[0].ask(MeasureRequest(step.kind, mine, from_s, until_s))
     if not step.other:
         into.alone[step.kind, step.count] = both[0].answer().seconds
         return
-    both[1].ask(Run(step.other, rest, from_s, until_s))
+    both[1].ask(MeasureRequest(step.other, rest, from_s, until_s))
     first, second = both[0].answer().seconds, both[1].answer().seconds
     into.beside[step.kind, len(mine), step.other] = first
     # Where both are the same with as many units, the second one tells nothing new.

@@ -25,7 +25,7 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.streams import SCHED, Bucket
 from phaseloom.common.process.files import replace_file
 from phaseloom.common.transport.bus import Bus
-from phaseloom.common.transport.decisionlog import LogExtent, log_went_back
+from phaseloom.common.transport.decisionlog import LogExtent, log_end_lost
 from phaseloom.common.transport.keys import Conflict
 from phaseloom.common.transport.logmark import read_mark
 from phaseloom.common.transport.retry import until_done
@@ -120,7 +120,7 @@ class StoreMarks:
 
 def _went_back(stream: str, known: int, end: int) -> ResourceError:
     if stream == SCHED:
-        return log_went_back(known, end)
+        return log_end_lost(known, end)
     return ResourceError(
         f"stream {stream} ends at {end}, and had {known}: the messages since are lost",
         code=Code.DATA_LOSS,
@@ -164,7 +164,7 @@ async def check_store(bus: Bus, known: int = 0) -> LogExtent:
     if snapshot is not None:
         known = max(known, snapshot.manifest.sequence)
     if extent.last < known:
-        raise log_went_back(known, extent.last)
+        raise log_end_lost(known, extent.last)
     begins = snapshot.manifest.sequence + 1 if snapshot else 1
     if extent.first > begins:
         raise ResourceError(

@@ -53,7 +53,7 @@ from phaseloom.common.process.files import replace_file
 from phaseloom.common.tensors.modelfiles import read_model
 from phaseloom.common.transport import framing
 from phaseloom.common.transport.bus import Bus
-from phaseloom.common.transport.leases import end_of_dead, node_lease_key
+from phaseloom.common.transport.leases import delete_dead_lease, node_lease_key
 from phaseloom.common.transport.natsserver import (
     Credentials,
     EmbeddedEnsemble,
@@ -339,7 +339,7 @@ class Mesh:
             assert self._bus is not None
             try:
                 # Its ranks have ended with it: the next one need not wait for its lease.
-                await end_of_dead(self._bus, node_lease_key(self._agents[name]))
+                await delete_dead_lease(self._bus, node_lease_key(self._agents[name]))
             except (NatsError, NatsTimeoutError) as error:
                 log.warning("the lease of %s is left to run out: %r", name, error)
 

@@ -76,7 +76,7 @@ async def catch_up(bus: Bus, dashboard: Dashboard) -> None:
     if end:
         async with aclosing(bus.log.read_entries()) as entries:
             async for entry in entries:
-                for one in entry.apart():
+                for one in entry.split():
                     dashboard.take(one)
                 if entry.sequence >= end:
                     break

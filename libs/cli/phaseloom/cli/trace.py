@@ -14,7 +14,7 @@ from rich.text import Text
 from phaseloom.cli.rundir import find_run
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import parse_operation_key
-from phaseloom.common.observability.spans import Row, read_spans, waterfall, where
+from phaseloom.common.observability.spans import Row, describe_location, read_spans, waterfall
 
 MIN_BAR_CELLS = 16
 _STYLES = {
@@ -62,7 +62,7 @@ def render(operation: str, rows: Sequence[Row], width: int) -> Text:
     whole_ns = max(row.span.end_unix_ns for row in rows) - begin_ns
     kind = next((k for row in rows if (k := row.span.attributes.get("kind"))), "operation")
     names = max(2 * row.depth + len(row.span.name) for row in rows)
-    services = max(len(where(row.span)) for row in rows)
+    services = max(len(describe_location(row.span)) for row in rows)
     cells = max(MIN_BAR_CELLS, width - names - services - 24)
     text = Text(f"{operation}  {kind}  {whole_ns / 1e6:.2f} ms\n", "bold")
     text.append(f"{'span':{names}}  {'service':{services}} {'start ms':>9} {'ms':>9}\n", "dim")
@@ -70,7 +70,7 @@ def render(operation: str, rows: Sequence[Row], width: int) -> Text:
         span, style = row.span, _STYLES.get(row.span.name, "white")
         start_ns, end_ns = span.start_unix_ns - begin_ns, span.end_unix_ns - begin_ns
         text.append(f"{'  ' * row.depth + span.name:{names}}", style)
-        text.append(f"  {where(span):{services}}", "default")
+        text.append(f"  {describe_location(span):{services}}", "default")
         text.append(f" {start_ns / 1e6:9.2f} {(end_ns - start_ns) / 1e6:9.2f}  ", "default")
         text.append(bar(start_ns, end_ns, whole_ns, cells) + "\n", style)
         indent = "  " * (row.depth + 1)

@@ -119,7 +119,7 @@ def given_settings(mesh_file: Path | None, earlier: Path | None, gateway: int = 
           gateway: the port that the command line gives the gateway; 0: none.
     """
     own = None
-    if earlier is not None and mesh_file is None and not config.is_given("mesh"):
+    if earlier is not None and mesh_file is None and not config.is_configured("mesh"):
         own = settings_of(earlier)
     if own is None:
         settings = config.load(MeshConfig, "mesh", file=mesh_file)

@@ -21,7 +21,7 @@ from phaseloom.common.contract.events import PhaseTrace
 from phaseloom.common.contract.ids import JobKey, OperationKey
 from phaseloom.common.contract.state_agent import StatusReport
 from phaseloom.common.contract.streams import Bucket
-from phaseloom.common.observability.spans import Row, spans_of, waterfall, where
+from phaseloom.common.observability.spans import Row, describe_location, spans_of, waterfall
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.keys import KeyChange
 from phaseloom.common.transport.leases import nodes_up
@@ -121,7 +121,7 @@ class Shell:
             round((ns / 1e9 - self.view.origin_s) / TICK_S)
             for ns in (span.start_unix_ns, span.end_unix_ns)
         )
-        return Leg(span.name, where(span), begin, end, row.depth, span.error or "")
+        return Leg(span.name, describe_location(span), begin, end, row.depth, span.error or "")
 
     async def _report(self, node: str) -> StatusReport | str:
         try:

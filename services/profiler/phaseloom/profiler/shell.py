@@ -57,7 +57,7 @@ class Shell:
             async with aclosing(self._bus.log.read_entries()) as entries:
                 is_new = history_end == 0
                 async for entry in entries:
-                    for event_entry in entry.apart():
+                    for event_entry in entry.split():
                         self._fold(event_entry, is_new=is_new)
                     if not is_new and entry.sequence >= history_end:
                         is_new = True

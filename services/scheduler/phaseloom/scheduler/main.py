@@ -31,7 +31,7 @@ from phaseloom.common.contract.operations import Completion
 from phaseloom.common.contract.specs import SCHEDULER_BOUNDS, SchedulerConfig, SchedulerSettings
 from phaseloom.common.process import collector, config, lifecycle, slowdowns
 from phaseloom.common.transport.bus import Bus
-from phaseloom.common.transport.decisionlog import log_went_back
+from phaseloom.common.transport.decisionlog import log_end_lost
 from phaseloom.common.transport.leases import Lease, LeaseLost, scheduler_lease_key
 from phaseloom.common.transport.retry import ATTEMPT_S, RetryingLog, until_done
 from phaseloom.common.transport.services import serve_api
@@ -226,7 +226,7 @@ async def restored(bus: Bus, snapshots: Snapshots) -> Core:
             remedy="put the right store back, or restore a backup (`phaseloom restore`)",
         )
     if extent.last < sequence:
-        raise log_went_back(sequence, extent.last)
+        raise log_end_lost(sequence, extent.last)
     if stored is None:
         # Otherwise a later core would not know which version made the first decisions.
         await snapshots.save(0, core.snapshot())

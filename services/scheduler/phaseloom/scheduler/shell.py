@@ -25,7 +25,7 @@ from phaseloom.common.contract.errors import InternalError, ResourceError, to_ex
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.common.observability import telemetry
-from phaseloom.common.transport.decisionlog import LogEntry, log_has_a_hole
+from phaseloom.common.transport.decisionlog import LogEntry, log_entries_missing
 from phaseloom.scheduler import observing
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.placement import repack
@@ -191,7 +191,7 @@ class Shell:
         async for entry in self._log.read_entries(self.core.state.sequence + 1):
             if entry.sequence != self.core.state.sequence + 1:
                 # Entries are dropped only below the snapshot before the newest one.
-                raise log_has_a_hole(self.core.state.sequence + 1, entry.sequence - 1)
+                raise log_entries_missing(self.core.state.sequence + 1, entry.sequence - 1)
             async with self._busy:
                 outputs = await self.take(entry)
                 since_snapshot += len(events.parts(entry.event))

@@ -57,11 +57,14 @@ class BusSink:
     async def perform(self, output: outputs.Output, context: Context | None) -> None:
         what = type(output).__name__
 
-        async def tell_full(reason: str) -> None:
+        async def report_full(reason: str) -> None:
             await self._bus.notice("scheduler", "waiting for room", reason, what)
 
         await until_done(
-            lambda: self._perform(output, context), what, attempt_s=ATTEMPT_S, tell_full=tell_full
+            lambda: self._perform(output, context),
+            what,
+            attempt_s=ATTEMPT_S,
+            report_full=report_full,
         )
 
     async def _perform(self, output: outputs.Output, context: Context | None) -> None:
@@ -171,7 +174,7 @@ class BusSink:
     async def _tell_stored(self, key: OperationKey, kind: str, ours: Completion) -> None:
         """Append the stored outcome to the log, whether it is ours or the workers'."""
         subject = streams.done_subject(key)
-        stored = (await self._bus.stored.get_all(streams.DONE, [subject], are_there=True)).get(
+        stored = (await self._bus.stored.get_all(streams.DONE, [subject], must_exist=True)).get(
             subject
         )
         done = ours

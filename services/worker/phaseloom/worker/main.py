@@ -43,10 +43,10 @@ async def serve(stop: asyncio.Event) -> None:
     settings = config.load(WorkerConfig, "worker")
     settings.check()
     # Ranks are forked from a child and must not have the secret of agents.
-    config.keep_from_children("worker", "state_secret")
+    config.unset_for_children("worker", "state_secret")
     if settings.cores_per_device > 1:
         for variable, value in EXACT_MATH.items():
-            config.hand_down(variable, value)
+            config.set_for_children(variable, value)
     agent_socket = str(Path(settings.runtime_directory) / f"agent-{settings.node}.sock")
     async with service_bus(f"agent {settings.node}", stop) as bus:
         mark = LogMark(bus, Path(settings.directory)) if settings.directory else None

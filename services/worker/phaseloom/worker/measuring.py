@@ -34,7 +34,7 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import CommandId, DeploymentSpec, ModelSpec
 from phaseloom.common.process import config
-from phaseloom.common.process.slowdowns import Ran, Run
+from phaseloom.common.process.slowdowns import MeasureRequest, MeasureResult
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend, RankGroup, Unwatched
 from phaseloom.worker.config import EXACT_MATH
@@ -82,7 +82,7 @@ class Work:
             "train": (self._policy, self._train(drawn)),
         }
 
-    def run(self, asked: Run) -> Ran:
+    def run(self, asked: MeasureRequest) -> MeasureResult:
         """Work on the units until the time is over."""
         self._backend, call = self._calls[asked.kind]
         self._number += 1
@@ -97,7 +97,7 @@ class Work:
             last_s = end_s - begin_s
             if begin_s >= asked.from_s and end_s <= asked.until_s:
                 took.append(last_s)
-        return Ran(sum(took) / len(took) if took else last_s, len(took))
+        return MeasureResult(sum(took) / len(took) if took else last_s, len(took))
 
     def _use(self, count: int) -> None:
         self._backend.use_threads(count)
@@ -163,18 +163,18 @@ def main() -> None:
     arguments = parser.parse_args()
     # As a rank has it that shares its device; what reads these is imported with the first backend.
     for variable, value in {**EXACT_MATH, "OMP_NUM_THREADS": "1"}.items():
-        config.hand_down(variable, value)
+        config.set_for_children(variable, value)
     model = MODEL
     if arguments.config is not None:
         model = msgspec.json.decode(arguments.config.read_bytes())
     try:
         work = work_of(ModelSpec(model, init_seed=1), arguments.units)
     except CallerError as error:
-        _answer(Ran(refused=of_file(error.info)))
+        _answer(MeasureResult(refused=of_file(error.info)))
         return
-    _answer(Ran())
+    _answer(MeasureResult())
     for line in sys.stdin:
-        _answer(work.run(msgspec.json.decode(line, type=Run)))
+        _answer(work.run(msgspec.json.decode(line, type=MeasureRequest)))
 
 
 def work_of(model: ModelSpec, num_units: int) -> Work:
@@ -210,7 +210,7 @@ def _config_of(model: ModelSpec) -> Any:
     return model_config(model)
 
 
-def _answer(ran: Ran) -> None:
+def _answer(ran: MeasureResult) -> None:
     print(msgspec.json.encode(ran).decode(), flush=True)
 
 

@@ -20,7 +20,13 @@ from hypothesis import strategies as st
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.specs import Layout
 from phaseloom.common.tensors.layouts import check_layout
-from phaseloom.common.tensors.resharding import Fetch, fetches, holding_of, item_bytes, tensors_of
+from phaseloom.common.tensors.resharding import (
+    Fetch,
+    holding_of,
+    item_bytes,
+    plan_fetches,
+    tensors_of,
+)
 from phaseloom.statemgr.transfer.assignment import Assignment, Peer
 from phaseloom.statemgr.transfer.tensorslices import Box
 from phaseloom.worker.backends.experts import file_shapes
@@ -115,7 +121,7 @@ def test_every_byte_of_any_rank_is_exact_and_crosses_to_a_site_once(
             assert version.read(reader) == memory_of(reader.slots, contents)
     tensors = tensors_of(whole)
     needed = [
-        fetches(tensors, version.held, {rank: holding_of(ranks[rank]) for rank in own_boxes})
+        plan_fetches(tensors, version.held, {rank: holding_of(ranks[rank]) for rank in own_boxes})
         for ranks in (target, other)
         for own_boxes in nodes_of(ranks, num_nodes)
     ]

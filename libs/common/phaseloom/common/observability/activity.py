@@ -119,7 +119,7 @@ class Activity:
     _ready: dict[DeploymentKey, dict[OperationKey, _Open]] = field(default_factory=dict)
     """The ready operations among `_open`."""
     _readiness: Readiness = field(default_factory=Readiness)
-    _places: dict[DeploymentKey, tuple[Device, ...]] = field(default_factory=dict)
+    _devices: dict[DeploymentKey, tuple[Device, ...]] = field(default_factory=dict)
     _incarnations: dict[DeploymentKey, int] = field(default_factory=dict)
     _deployment_pools: dict[DeploymentKey, str] = field(default_factory=dict)
     _busy: dict[Device, list[Interval]] = field(default_factory=dict)
@@ -147,7 +147,7 @@ class Activity:
             case events.DeploymentCreated(job=job, spec=spec):
                 self._deployment_pools[DeploymentKey(job.tenant, job.job, spec.name)] = spec.pool
             case events.WpgStarted():
-                self._place(event)
+                self._record_devices(event)
             case events.ActivationOpened():
                 seen = self._switch(time_s, event)
             case events.QueuedOperation():
@@ -155,7 +155,7 @@ class Activity:
             case events.OperationFinished():
                 seen = [self._finish(event)]
             case events.CancelRequested(key=key):
-                self._end_unrun(key)
+                self._end_without_running(key)
             case events.DeploymentDeleted(deployment=key):
                 self._open.pop(key, None)
                 self._ready.pop(key, None)
@@ -182,7 +182,7 @@ class Activity:
         """
         counts: Counter[str] = Counter()
         for deployment, operations in self._ready.items():
-            if place := self._places.get(deployment):
+            if place := self._devices.get(deployment):
                 counts[place[0][0]] += sum(o.waits_at(now_s) for o in operations.values())
         return counts
 
@@ -201,19 +201,19 @@ class Activity:
 
     def devices_of(self, key: DeploymentKey) -> tuple[Device, ...]:
         """Return the devices of a deployment's WPG; empty: the log has not reported them."""
-        return self._places.get(key, ())
+        return self._devices.get(key, ())
 
     # --- operations -----------------------------------------------------------------------------
 
-    def _place(self, event: events.WpgStarted) -> None:
+    def _record_devices(self, event: events.WpgStarted) -> None:
         """Record the devices of a WPG. Each of its nodes reports separately, and a new incarnation
         starts from an empty list."""
         key = event.deployment
-        here = tuple((event.node, device) for device in event.devices or [0])
+        reported = tuple((event.node, device) for device in event.devices or [0])
         is_same = self._incarnations.get(key) == event.incarnation
-        others = self._places.get(key, ()) if is_same else ()
+        earlier = self._devices.get(key, ()) if is_same else ()
         self._incarnations[key] = event.incarnation
-        self._places[key] = (*(d for d in others if d[0] != event.node), *here)
+        self._devices[key] = (*(d for d in earlier if d[0] != event.node), *reported)
 
     def _queue(self, time_s: float, event: events.QueuedOperation) -> None:
         if event.error is not None:
@@ -246,14 +246,14 @@ class Activity:
             end_s=stretch[1],
             num_tokens=event.num_tokens,
             is_replay=event.replay,
-            busy_s={d: self._occupy(d, stretch) for d in self._places.get(key.deployment_key, ())},
+            busy_s={d: self._occupy(d, stretch) for d in self._devices.get(key.deployment_key, ())},
         )
 
     def _pool(self, key: DeploymentKey) -> str:
         pool = self._deployment_pools.get(key)
         if pool is not None:
             return pool
-        place = self._places.get(key)
+        place = self._devices.get(key)
         return self.pools.get(place[0][0], UNKNOWN_POOL) if place else UNKNOWN_POOL
 
     def _occupy(self, device: Device, stretch: Interval) -> float:
@@ -268,7 +268,7 @@ class Activity:
         self._busy[device] = merge([*busy, *fresh])[-_MAX_BUSY:]
         return total(fresh)
 
-    def _end_unrun(self, key: OperationKey) -> None:
+    def _end_without_running(self, key: OperationKey) -> None:
         if self._drop(key) is not None:
             self._end_dependents(key)
 
@@ -276,15 +276,15 @@ class Activity:
         ended = [key]
         of_job = [o for d, o in self._open.items() if d.job_key == key.job_key]
         while ended:
-            at = ended.pop()
+            ended_key = ended.pop()
             dependents = [
-                other
+                dependent
                 for operations in of_job
-                for other, opened in operations.items()
-                if _comes_after(opened.operation, at)
+                for dependent, opened in operations.items()
+                if _comes_after(opened.operation, ended_key)
             ]
-            for other in dependents:
-                self._drop(other)
+            for dependent in dependents:
+                self._drop(dependent)
             ended += dependents
 
     def _end_below(self, key: OperationKey) -> None:
@@ -295,17 +295,17 @@ class Activity:
         one behind it is dropped when the higher one ends.
         """
         operations = self._open.get(key.deployment_key, {})
-        for other in list(takewhile(lambda o: not _is_above(o, key), operations)):
-            if other.seq is not None:
-                self._drop(other)
+        for lower in list(takewhile(lambda o: not _is_above(o, key), operations)):
+            if lower.seq is not None:
+                self._drop(lower)
 
     def _forget(self, job: JobKey) -> None:
-        kept: tuple[dict[DeploymentKey, Any], ...]
-        kept = (
-            *(self._open, self._ready, self._places),
+        tables: tuple[dict[DeploymentKey, Any], ...]
+        tables = (
+            *(self._open, self._ready, self._devices),
             *(self._incarnations, self._deployment_pools),
         )
-        for keyed in kept:
+        for keyed in tables:
             for key in [k for k in keyed if k.job_key == job]:
                 del keyed[key]
 
@@ -313,7 +313,7 @@ class Activity:
 
     def _switch(self, time_s: float, event: events.ActivationOpened) -> list[Observation]:
         key = event.deployment
-        self._places.setdefault(key, ((event.node, 0),))
+        self._devices.setdefault(key, ((event.node, 0),))
         self.holders[event.node] = key
         if not event.bytes_out + event.bytes_in:
             return []
@@ -339,11 +339,11 @@ class Activity:
         Nothing ran on these devices during the switch, so every ready operation has waited since it
         became ready.
         """
-        devices = set(self._places[key])
+        devices = set(self._devices[key])
         since = (
             opened.ready_s
-            for other, operations in self._ready.items()
-            if devices.intersection(self._places.get(other, ()))
+            for deployment, operations in self._ready.items()
+            if devices.intersection(self._devices.get(deployment, ()))
             for opened in operations.values()
             if opened.waits_at(now_s)
         )
@@ -356,5 +356,5 @@ def _comes_after(operation: events.QueuedOperation, key: OperationKey) -> bool:
     )
 
 
-def _is_above(key: OperationKey, other: OperationKey) -> bool:
-    return key.seq is not None and other.seq is not None and key.seq > other.seq
+def _is_above(key: OperationKey, reference: OperationKey) -> bool:
+    return key.seq is not None and reference.seq is not None and key.seq > reference.seq

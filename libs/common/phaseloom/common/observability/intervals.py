@@ -25,39 +25,39 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
+def intersect(first: list[Interval], second: list[Interval]) -> list[Interval]:
     """Return the intersection of two merged sets."""
     common: list[Interval] = []
     i = j = 0
-    while i < len(left) and j < len(right):
-        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+    while i < len(first) and j < len(second):
+        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
         if start < end:
             common.append((start, end))
-        if left[i][1] <= right[j][1]:
+        if first[i][1] <= second[j][1]:
             i += 1
         else:
             j += 1
     return common
 
 
-def subtract(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    """Return the parts of the merged set `left` outside the merged set `right`."""
-    rest: list[Interval] = []
+def subtract(intervals: list[Interval], holes: list[Interval]) -> list[Interval]:
+    """Return the parts of the merged set `intervals` outside the merged set `holes`."""
+    remaining: list[Interval] = []
     first = 0
-    for start, end in left:
-        while first < len(right) and right[first][1] <= start:
+    for start, end in intervals:
+        while first < len(holes) and holes[first][1] <= start:
             first += 1
-        at = start
-        for k in range(first, len(right)):
-            other_start, other_end = right[k]
-            if other_start >= end:
+        cursor = start
+        for k in range(first, len(holes)):
+            hole_start, hole_end = holes[k]
+            if hole_start >= end:
                 break
-            if other_start > at:
-                rest.append((at, other_start))
-            at = other_end
-        if at < end:
-            rest.append((at, end))
-    return rest
+            if hole_start > cursor:
+                remaining.append((cursor, hole_start))
+            cursor = hole_end
+        if cursor < end:
+            remaining.append((cursor, end))
+    return remaining
 
 
 def total(intervals: list[Interval]) -> float:

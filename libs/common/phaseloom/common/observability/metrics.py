@@ -100,8 +100,8 @@ class _Service:
         return self._metric(name, unit, labels, meaning, Kind.HISTOGRAM)
 
     def _metric(self, name: str, unit: str, labels: str, meaning: str, kind: Kind) -> Metric:
-        of = tuple(labels.split())
-        return Metric(f"phaseloom.{name}", kind, unit, of, self.service, meaning)
+        label_names = tuple(labels.split())
+        return Metric(f"phaseloom.{name}", kind, unit, label_names, self.service, meaning)
 
 
 # --- From the decision log: the profiler ----------------------------------------------------------
@@ -368,8 +368,8 @@ def per_job(values: Mapping[JobKey, float]) -> list[Reading]:
     jobs = sorted(values, key=lambda job: (-values[job], job))
     readings: list[Reading] = [(values[job], _job_labels(job)) for job in jobs[:MAX_JOBS]]
     if len(jobs) > MAX_JOBS:
-        rest = sum(values[job] for job in jobs[MAX_JOBS:])
-        readings.append((rest, _job_labels(_OTHERS)))
+        remaining = sum(values[job] for job in jobs[MAX_JOBS:])
+        readings.append((remaining, _job_labels(_OTHERS)))
     return readings
 
 
@@ -480,7 +480,7 @@ async def _response(
     if (method, path.partition("?")[0]) != ("GET", "/metrics"):
         return b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
     for refresh in refreshes:
-        await _refreshed(refresh)
+        await _run_refresh(refresh)
     body = generate_latest(registry)
     return (
         f"HTTP/1.1 200 OK\r\nContent-Type: {CONTENT_TYPE_LATEST}\r\n"
@@ -488,7 +488,7 @@ async def _response(
     ).encode() + body
 
 
-async def _refreshed(refresh: Refresh) -> None:
+async def _run_refresh(refresh: Refresh) -> None:
     """Run a refresh before a scrape.
 
     If the NATS server is unreachable, the gauges that depend on it keep their old values and the

@@ -37,7 +37,7 @@ class _Deployment:
 
     def queue(self, seq: int, kind: str) -> None:
         self.open_kinds[seq] = kind
-        self._read_on()
+        self._advance_read_to()
 
     def finish(self, seq: int, kind: str) -> None:
         self.open_kinds.pop(seq, None)
@@ -48,9 +48,9 @@ class _Deployment:
         while self.done_to + 1 in self.done_above:
             self.done_to += 1
             self.done_above.remove(self.done_to)
-        self._read_on()
+        self._advance_read_to()
 
-    def lets(self, seq: int, kind: str) -> bool:
+    def is_unblocked(self, seq: int, kind: str) -> bool:
         """Whether no earlier operation of the deployment blocks operation `seq`."""
         return seq - 1 <= (self.done_to if kind in MUTATING_KINDS else self.read_to)
 
@@ -63,12 +63,12 @@ class _Deployment:
         self.done_above = {s for s in self.done_above if s > seq}
         self.open_kinds = {s: k for s, k in self.open_kinds.items() if s > seq}
 
-    def _read_on(self) -> None:
+    def _advance_read_to(self) -> None:
         self.read_to = max(self.read_to, self.done_to)
-        while self._lets_read(self.read_to + 1):
+        while self._may_read_past(self.read_to + 1):
             self.read_to += 1
 
-    def _lets_read(self, seq: int) -> bool:
+    def _may_read_past(self, seq: int) -> bool:
         return seq in self.done_above or self.open_kinds.get(seq) in READING_KINDS
 
 
@@ -130,13 +130,13 @@ class Readiness:
 
     def _is_ready(self, operation: events.QueuedOperation) -> bool:
         key = operation.key
-        for other in operation.after:
-            named = DeploymentKey(key.tenant, key.job, other.deployment)
-            if not self._deployment(named).is_done(other.seq):
+        for dependency in operation.after:
+            deployment = DeploymentKey(key.tenant, key.job, dependency.deployment)
+            if not self._deployment(deployment).is_done(dependency.seq):
                 return False
         if key.seq is None:
             return True
-        return self._deployment(key.deployment_key).lets(key.seq, operation.kind)
+        return self._deployment(key.deployment_key).is_unblocked(key.seq, operation.kind)
 
     def _forget(self, job: JobKey) -> None:
         self._waiting.pop(job, None)

@@ -103,7 +103,7 @@ def operation_of(span: SpanLine) -> str | None:
     return ".".join(str(span.attributes[name]) for name in names)
 
 
-def where(span: SpanLine) -> str:
+def describe_location(span: SpanLine) -> str:
     """Describe the service of a span and the node and device that it worked for."""
     node = span.attributes.get("node")
     if node is None:
@@ -121,17 +121,17 @@ def waterfall(spans: Sequence[SpanLine], operation: str) -> list[Row]:
     children: dict[str | None, list[SpanLine]] = {}
     for span in sorted(spans, key=_order):
         children.setdefault(span.parent_id, []).append(span)
-    own = {span.span_id for span in spans if operation_of(span) == operation}
+    own_ids = {span.span_id for span in spans if operation_of(span) == operation}
 
-    def under(span: SpanLine, depth: int) -> Iterator[Row]:
+    def subtree(span: SpanLine, depth: int) -> Iterator[Row]:
         yield Row(span, depth, _displaced(span, by_id))
         for child in children.get(span.span_id, []):
-            named = operation_of(child)
-            if named is None or named == operation:
-                yield from under(child, depth + 1)
+            operation_name = operation_of(child)
+            if operation_name is None or operation_name == operation:
+                yield from subtree(child, depth + 1)
 
-    roots = [by_id[i] for i in own if by_id[i].parent_id not in own]
-    return [row for root in sorted(roots, key=_order) for row in under(root, 0)]
+    roots = [by_id[i] for i in own_ids if by_id[i].parent_id not in own_ids]
+    return [row for root in sorted(roots, key=_order) for row in subtree(root, 0)]
 
 
 def _order(span: SpanLine) -> tuple[int, int]:
@@ -144,10 +144,10 @@ def _displaced(span: SpanLine, by_id: dict[str, SpanLine]) -> tuple[str, ...]:
     deployment."""
     names = []
     for link in span.links:
-        other = by_id.get(link["span_id"])
-        named = operation_of(other) if other else None
-        kind = other.attributes.get("kind") if other else None
-        names.append(f"{named} ({kind})" if named else f"span {link['span_id']}")
+        linked = by_id.get(link["span_id"])
+        operation_name = operation_of(linked) if linked else None
+        kind = linked.attributes.get("kind") if linked else None
+        names.append(f"{operation_name} ({kind})" if operation_name else f"span {link['span_id']}")
     return tuple(names)
 
 

@@ -53,13 +53,13 @@ def cut(
     """
     counts = steps or [1] * len(tokens)
     starts: list[tuple[int, int]] = []
-    at = 0
-    for bucket, same in groupby(tokens, key=lambda number: bisect_right(edges, number)):
-        end = at + sum(1 for _ in same)
-        if not starts or (sum(counts[at:end]) >= window and bucket != starts[-1][0]):
-            starts.append((bucket, at))
-        at = end
-    ends = [*(start for _, start in starts[1:]), *([at] if starts else [])]
+    index = 0
+    for bucket, group in groupby(tokens, key=lambda number: bisect_right(edges, number)):
+        end = index + sum(1 for _ in group)
+        if not starts or (sum(counts[index:end]) >= window and bucket != starts[-1][0]):
+            starts.append((bucket, index))
+        index = end
+    ends = [*(start for _, start in starts[1:]), *([index] if starts else [])]
     return [SubStage(bucket, start, end) for (bucket, start), end in zip(starts, ends, strict=True)]
 
 
@@ -74,35 +74,35 @@ def cut_runs(
     tokens, steps = [run.tokens / run.steps for run in runs], [run.steps for run in runs]
     window = window or min(WINDOW, max(1, sum(steps) // 10))
     parts = cut(tokens, edges, window, steps)
-    return [_joined(runs[part.start : part.end]) for part in parts]
+    return [_merge(runs[part.start : part.end]) for part in parts]
 
 
-def shortened(runs: Sequence[StepRun], most: int = MAX_STEP_RUNS) -> list[StepRun]:
-    """Reduce the runs to at most `most` over the same steps. The run with the fewest steps is
+def merge_shortest(runs: Sequence[StepRun], max_runs: int = MAX_STEP_RUNS) -> list[StepRun]:
+    """Reduce the runs to at most `max_runs` over the same steps. The run with the fewest steps is
     repeatedly merged into the one before it."""
-    left = list(runs)
-    while len(left) > max(1, most):
-        place = min(range(1, len(left)), key=lambda i: left[i].steps)
-        left[place - 1 : place + 1] = [_joined(left[place - 1 : place + 1])]
-    return left
+    merged = list(runs)
+    while len(merged) > max(1, max_runs):
+        index = min(range(1, len(merged)), key=lambda i: merged[i].steps)
+        merged[index - 1 : index + 1] = [_merge(merged[index - 1 : index + 1])]
+    return merged
 
 
-def of_replicas(runs: Sequence[Sequence[StepRun]]) -> list[StepRun]:
+def combine_replicas(runs: Sequence[Sequence[StepRun]]) -> list[StepRun]:
     """Combine the runs of the replicas, shortened to fit `MAX_STEP_RUNS` in total. If there are too
     many replicas, only the first ones are included, with one run each.
 
     Args:   runs: the runs of each replica.
     """
-    told = runs[:MAX_STEP_RUNS]
-    each = MAX_STEP_RUNS // max(1, len(told))
+    reported = runs[:MAX_STEP_RUNS]
+    max_runs = MAX_STEP_RUNS // max(1, len(reported))
     return [
         StepRun(run.steps, run.tokens, run.duration_s, replica)
-        for replica, some in enumerate(told)
-        for run in shortened(some, each)
+        for replica, replica_runs in enumerate(reported)
+        for run in merge_shortest(replica_runs, max_runs)
     ]
 
 
-def _joined(runs: Sequence[StepRun]) -> StepRun:
+def _merge(runs: Sequence[StepRun]) -> StepRun:
     return StepRun(
         sum(run.steps for run in runs),
         sum(run.tokens for run in runs),
@@ -127,14 +127,14 @@ class StepRecord:
         step = StepRun(1, tokens, now_s - self._since_s)
         self._since_s = now_s
         if tokens.bit_length() == self._level:
-            self._runs[-1] = _joined([self._runs[-1], step])
+            self._runs[-1] = _merge([self._runs[-1], step])
             return
         self._level = tokens.bit_length()
         self._runs.append(step)
         if len(self._runs) > _MAX_RECORDED:
-            self._runs = shortened(self._runs, _MAX_RECORDED // 2)
+            self._runs = merge_shortest(self._runs, _MAX_RECORDED // 2)
 
     @property
     def runs(self) -> list[StepRun]:
         """The runs recorded up to now, at most `MAX_STEP_RUNS`."""
-        return shortened(self._runs)
+        return merge_shortest(self._runs)

@@ -130,10 +130,12 @@ def extract(headers: Mapping[str, str] | None) -> Context:
     """Return the trace context of a message; an empty context if it has none."""
     if not headers or _TRACEPARENT not in headers:
         return Context()
-    return _extracted(headers) or TraceContextTextMapPropagator().extract(dict(headers), Context())
+    return _parse_traceparent(headers) or TraceContextTextMapPropagator().extract(
+        dict(headers), Context()
+    )
 
 
-def _extracted(headers: Mapping[str, str]) -> Context | None:
+def _parse_traceparent(headers: Mapping[str, str]) -> Context | None:
     """Parse trace context headers in the form that we write; None for any other form.
 
     OpenTelemetry's propagator handles all forms, at three times the cost.
@@ -269,12 +271,12 @@ class SpanFile(SpanExporter):
         return True
 
     def _line(self, span: ReadableSpan) -> str:
-        own = span.get_span_context()
-        assert own is not None
+        context = span.get_span_context()
+        assert context is not None
         entry = {
             "name": span.name,
-            "trace_id": trace.format_trace_id(own.trace_id),
-            "span_id": trace.format_span_id(own.span_id),
+            "trace_id": trace.format_trace_id(context.trace_id),
+            "span_id": trace.format_span_id(context.span_id),
             "parent_id": trace.format_span_id(span.parent.span_id) if span.parent else None,
             "start_unix_ns": span.start_time,
             "end_unix_ns": span.end_time,

@@ -54,7 +54,7 @@ def load(
     hints = get_type_hints(kind)
     if file is not None:
         _check_alone(section, file)
-    values = _from_file(section, file or _named_file(environ), fields)
+    values = _read_section(section, file or _config_file(environ), fields)
     sources = {name: f"[{section}] {name}" for name in values}
     prefix = f"{PREFIX}{section.upper()}_" if section else PREFIX
     for variable, text in environ.items():
@@ -65,7 +65,7 @@ def load(
             if not section:
                 continue
             raise _unknown(variable, [f"{prefix}{field.upper()}" for field in fields])
-        values[name] = text if _is_text(hints[fields[name].name]) else _parsed(text)
+        values[name] = text if _is_text(hints[fields[name].name]) else _parse(text)
         sources[name] = variable
     for name, field in fields.items():
         if field.required and name not in values:
@@ -76,7 +76,7 @@ def load(
             )
     for name, value in values.items():
         _check_finite(value, sources[name])
-    return _converted(kind, values, sources)
+    return _convert(kind, values, sources)
 
 
 def check_bounds(
@@ -87,13 +87,15 @@ def check_bounds(
     Args:   bounds: field → minimum and maximum. The maximum may be infinite, but a value may not.
     Raises: CallerError: a number is out of bounds, or NaN.
     """
-    for name, (least, most) in bounds.items():
+    for name, (minimum, maximum) in bounds.items():
         value = getattr(settings, name)
-        if not (least <= value <= most and value != math.inf):  # also false for NaN
+        if not (minimum <= value <= maximum and value != math.inf):  # also false for NaN
             raise CallerError(
                 f"{name} is {value}",
                 field=f"{section}.{name}",
-                remedy=f"use {least} or more" if most == math.inf else f"use {least} to {most}",
+                remedy=f"use {minimum} or more"
+                if maximum == math.inf
+                else f"use {minimum} to {maximum}",
             )
 
 
@@ -114,7 +116,7 @@ def description_of(kind: type[msgspec.Struct], field: str) -> str:
     raise AssertionError(f"{kind.__name__}.{field} has no docstring")
 
 
-def is_given(section: str, environ: Mapping[str, str] | None = None) -> bool:
+def is_configured(section: str, environ: Mapping[str, str] | None = None) -> bool:
     """Whether the environment names a configuration file or sets a variable of the section.
 
     Args:   environ: the environment to read; None: that of this process.
@@ -129,22 +131,22 @@ def inherited(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return dict(os.environ if environ is None else environ)
 
 
-def keep_from_children(section: str, field: str) -> None:
+def unset_for_children(section: str, field: str) -> None:
     """Remove a variable from the environment of processes that this one starts later."""
     os.environ.pop(f"{PREFIX}{section.upper()}_{field.upper()}", None)
 
 
-def hand_down(variable: str, value: str) -> None:
+def set_for_children(variable: str, value: str) -> None:
     """Set a variable for processes that this one starts later."""
     os.environ[variable] = value
 
 
-def _named_file(environ: Mapping[str, str]) -> Path | None:
+def _config_file(environ: Mapping[str, str]) -> Path | None:
     name = environ.get(FILE_VARIABLE)
     return Path(name) if name else None
 
 
-def _from_file(section: str, file: Path | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _read_section(section: str, file: Path | None, fields: Mapping[str, Any]) -> dict[str, Any]:
     if file is None or not section:
         return {}
     table = _tables(file, FILE_VARIABLE).get(section, {})
@@ -204,7 +206,7 @@ def _check_finite(value: Any, source: str) -> None:
         )
 
 
-def _converted(kind: type[T], values: dict[str, Any], sources: dict[str, str]) -> T:
+def _convert(kind: type[T], values: dict[str, Any], sources: dict[str, str]) -> T:
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
@@ -215,15 +217,15 @@ def _converted(kind: type[T], values: dict[str, Any], sources: dict[str, str]) -
         raise CallerError(
             f"{text} at {name or 'the top'}",
             field=source,
-            remedy=f"correct {source}: {_shown(values.get(top))} does not fit",
+            remedy=f"correct {source}: {_shorten(values.get(top))} does not fit",
         ) from None
 
 
-def _unknown(key: str, known: list[str]) -> CallerError:
+def _unknown(key: str, valid_keys: list[str]) -> CallerError:
     return CallerError(
         f"{key} is not a configuration key",
         field=key,
-        remedy=f"remove it, or use one of: {', '.join(known)}",
+        remedy=f"remove it, or use one of: {', '.join(valid_keys)}",
     )
 
 
@@ -233,14 +235,14 @@ def _is_text(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, str | Path)
 
 
-def _parsed(text: str) -> Any:
+def _parse(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
         return text
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """Shorten an invalid value for a message.
 
     Values of text fields are never shown: any text is valid there, and it may be a secret.

@@ -37,7 +37,7 @@ STOP_TIMEOUT_S = 10.0
 _CANCEL_AGAIN_S = 0.2
 DIE_WITH_PARENT = f"{config.PREFIX}DIE_WITH_PARENT"
 
-_speaker: ContextVar[str] = ContextVar("speaker")
+_log_name: ContextVar[str] = ContextVar("speaker")
 """The service name in log lines of this task or thread, instead of the process's."""
 
 Serve = Callable[[asyncio.Event], Awaitable[None]]
@@ -85,7 +85,7 @@ def die_with_parent() -> None:
     parent_pid = config.load(ProcessConfig, "").die_with_parent
     if parent_pid:
         diewithparent.arm(parent_pid)
-    config.hand_down(DIE_WITH_PARENT, str(os.getpid()))
+    config.set_for_children(DIE_WITH_PARENT, str(os.getpid()))
 
 
 async def end(tasks: Collection[asyncio.Task[Any]]) -> None:
@@ -128,7 +128,7 @@ def start_logging(service: str) -> None:
 def log_as(service: str) -> None:
     """Log under another service name from now on, in this thread or in this task and tasks it
     starts."""
-    _speaker.set(service)
+    _log_name.set(service)
 
 
 def log_to_stderr(service: str, level: str, form: LogFormat = LogFormat.AUTO) -> None:
@@ -162,7 +162,7 @@ class JsonLines(logging.Formatter):
         entry: dict[str, object] = {
             "time": round(record.created, 6),
             "level": record.levelname,
-            "service": _speaker.get(self._service),
+            "service": _log_name.get(self._service),
             "logger": record.name,
             "message": record.getMessage(),
             **_current_trace(),
@@ -180,7 +180,7 @@ class TextLines(logging.Formatter):
         self._service = service
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        record.service = _speaker.get(self._service)
+        record.service = _log_name.get(self._service)
         trace_id = _current_trace().get("trace_id")
         return super().formatMessage(record) + (f"  trace {trace_id}" if trace_id else "")
 
@@ -214,10 +214,10 @@ def _run(service: str, serve: Serve) -> int:
 async def _serve(service: str, serve: Serve) -> int:
     """Run `serve` with the stop signals and the metrics endpoint. Returns: the exit code."""
     stop = asyncio.Event()
-    begin_stop = _StopSignal(service, stop)
+    stop_signal = _StopSignal(service, stop)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, begin_stop, number)
+        loop.add_signal_handler(number, stop_signal, number)
     started = time.monotonic()
     log.info("%s starts, pid %d", service, os.getpid())
     try:
@@ -233,7 +233,7 @@ async def _serve(service: str, serve: Serve) -> int:
         return 1
     finally:
         # Tasks left on the event loop, such as a reconnecting client, may outlast cancellation.
-        begin_stop.bound()
+        stop_signal.bound()
     log.info("%s stopped after %.1f s", service, time.monotonic() - started)
     return 0
 

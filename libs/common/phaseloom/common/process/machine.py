@@ -35,12 +35,12 @@ def gpus() -> tuple[int, ...]:
     """
     command = [sys.executable, "-m", "phaseloom.common.process.machine"]
     try:
-        ran = subprocess.run(
+        completed = subprocess.run(
             command, check=True, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S
         )
     except (OSError, subprocess.SubprocessError):
         return ()
-    return tuple(json.loads(ran.stdout.splitlines()[-1]))
+    return tuple(json.loads(completed.stdout.splitlines()[-1]))
 
 
 def check_devices(
@@ -57,25 +57,25 @@ def check_devices(
     Raises: CallerError: FAILED_PRECONDITION: there are too few GPUs. RESOURCE_EXHAUSTED: a device
             has more bytes than the machine or its GPU.
     """
-    there: Sequence[int] = [memory_bytes()] * len(devices)
+    available: Sequence[int] = [memory_bytes()] * len(devices)
     if kind is DeviceKind.CUDA:
-        there = gpus()
-        if len(there) < len(devices):
+        available = gpus()
+        if len(available) < len(devices):
             raise CallerError(
-                f"device_kind is cuda, and the CUDA driver shows {len(there)} GPUs for "
+                f"device_kind is cuda, and the CUDA driver shows {len(available)} GPUs for "
                 f"{len(devices)} devices",
                 code=Code.FAILED_PRECONDITION,
                 field=f"{section}.device_kind",
                 remedy="name as many devices as nvidia-smi lists, see to the driver "
                 "(`phaseloom doctor`), or leave device_kind out to emulate them",
             )
-    for number, (wanted, most) in enumerate(zip(devices, there, strict=False)):
-        if wanted > most:
+    for number, (required, limit) in enumerate(zip(devices, available, strict=False)):
+        if required > limit:
             raise CallerError(
-                f"device {number} is to have {wanted} bytes, and there are {most}",
+                f"device {number} is to have {required} bytes, and there are {limit}",
                 code=Code.RESOURCE_EXHAUSTED,
                 field=f"{section}.devices",
-                remedy=f"set it to {most} or less",
+                remedy=f"set it to {limit} or less",
             )
 
 
@@ -84,14 +84,15 @@ def check_memory(num_bytes: int, field: str) -> None:
 
     Raises: CallerError: RESOURCE_EXHAUSTED.
     """
-    there = memory_bytes()
-    if num_bytes > there:
+    available = memory_bytes()
+    if num_bytes > available:
         raise CallerError(
-            f"{field.rpartition('.')[2]} is {num_bytes}: this machine has {there} bytes of memory",
+            f"{field.rpartition('.')[2]} is {num_bytes}: this machine has {available} bytes of "
+            "memory",
             code=Code.RESOURCE_EXHAUSTED,
             field=field,
-            remedy=f"set it to {there} or less",
-            details={"configured_bytes": num_bytes, "there_bytes": there},
+            remedy=f"set it to {available} or less",
+            details={"configured_bytes": num_bytes, "there_bytes": available},
         )
 
 
@@ -103,19 +104,19 @@ def check_writable(directory: Path, field: str) -> None:
     path = directory.absolute()
     # A path below a directory without search permission counts as missing, so the error names
     # that directory.
-    nearest = next(each for each in (path, *path.parents) if os.path.exists(each))
+    nearest = next(candidate for candidate in (path, *path.parents) if os.path.exists(candidate))
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
         return
-    why = "is not writable" if nearest.is_dir() else "is no directory"
+    problem = "is not writable" if nearest.is_dir() else "is no directory"
     raise CallerError(
-        f"{directory} cannot be {'written' if nearest == path else 'made'}: {nearest} {why}",
+        f"{directory} cannot be {'written' if nearest == path else 'made'}: {nearest} {problem}",
         code=Code.FAILED_PRECONDITION,
         field=field,
         remedy="name a directory that this user can write, or make",
     )
 
 
-def _ask_driver() -> list[int]:
+def _query_driver() -> list[int]:
     """Return the memory size of each GPU. Loads the driver."""
     try:
         driver = ctypes.CDLL(_DRIVER)
@@ -136,4 +137,4 @@ def _ask_driver() -> list[int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_ask_driver()))
+    print(json.dumps(_query_driver()))

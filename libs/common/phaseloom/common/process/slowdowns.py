@@ -20,7 +20,7 @@ SUB_STAGES = ("decode_small", "decode_large", "prefill", "reference", "train")
 log-probabilities of a reference, training."""
 
 
-class Run(msgspec.Struct, frozen=True):
+class MeasureRequest(msgspec.Struct, frozen=True):
     """measure-slowdown → worker: do one kind of work until a given time."""
 
     kind: str
@@ -32,7 +32,7 @@ class Run(msgspec.Struct, frozen=True):
     """Unix times. Only calls that start after `from_s` and end before `until_s` count."""
 
 
-class Ran(msgspec.Struct, frozen=True):
+class MeasureResult(msgspec.Struct, frozen=True):
     """worker → measure-slowdown. The answer to `Run`, and also the first line, sent once the worker
     is ready."""
 
@@ -58,23 +58,23 @@ def read(path: Path, needed: Iterable[str] = ()) -> SlowdownTable:
     try:
         table = msgspec.json.decode(path.read_bytes(), type=_File)
     except (OSError, msgspec.DecodeError) as error:
-        raise _refused(path, str(error)) from None
+        raise _invalid(path, str(error)) from None
     for name, kind in table.kinds.items():
         if not kind.shares or min(*kind.shares, *kind.shares.values()) <= 0:
-            raise _refused(path, f"kinds.{name}.shares: shares and slowdowns are positive")
+            raise _invalid(path, f"kinds.{name}.shares: shares and slowdowns are positive")
     if any(factor <= 0 for row in table.beside.values() for factor in row.values()):
-        raise _refused(path, "beside: factors are positive")
+        raise _invalid(path, "beside: factors are positive")
     if any(name not in table.kinds for name in table.beside):
-        raise _refused(path, "beside: a kind that is not among the kinds")
-    lacking = [kind for kind in needed if kind not in table.kinds]
-    if lacking:
-        raise _refused(path, f"kinds: it lacks {', '.join(lacking)}")
+        raise _invalid(path, "beside: a kind that is not among the kinds")
+    missing = [kind for kind in needed if kind not in table.kinds]
+    if missing:
+        raise _invalid(path, f"kinds: it lacks {', '.join(missing)}")
     return SlowdownTable(*msgspec.structs.astuple(table))
 
 
-def _refused(path: Path, why: str) -> CallerError:
+def _invalid(path: Path, problem: str) -> CallerError:
     return CallerError(
-        f"{path.name} is no table of slowdowns: {why}",
+        f"{path.name} is no table of slowdowns: {problem}",
         field="slowdowns",
         remedy="measure one with `phaseloom measure-slowdown`",
     )

@@ -29,7 +29,7 @@ def checksum(block: memoryview | bytes) -> bytes:
     return bytes(xxhash.xxh3_64(block).digest())
 
 
-def combined(checksums: bytes) -> str:
+def combine_checksums(checksums: bytes) -> str:
     """Return the digest of memory whose blocks have these concatenated checksums."""
     return xxhash.xxh3_128(checksums).hexdigest()
 
@@ -38,13 +38,13 @@ def digest_of(memory: memoryview) -> str:
     """Compute the digest in this thread, which takes at least 0.1 s per GB."""
     size = BLOCK_BYTES
     blocks = (memory[start : start + size] for start in range(0, len(memory), size))
-    return combined(b"".join(map(checksum, blocks)))
+    return combine_checksums(b"".join(map(checksum, blocks)))
 
 
 def digest_in_threads(memory: memoryview) -> str:
     """Compute the digest in several threads, for callers that block other work."""
-    checksums = each_part(len(memory), BLOCK_BYTES, lambda at, end: checksum(memory[at:end]))
-    return combined(b"".join(checksums))
+    checksums = map_parts(len(memory), BLOCK_BYTES, lambda at, end: checksum(memory[at:end]))
+    return combine_checksums(b"".join(checksums))
 
 
 def num_threads() -> int:
@@ -52,7 +52,7 @@ def num_threads() -> int:
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
-def each_part(num_bytes: int, part_bytes: int, work: Callable[[int, int], T]) -> list[T]:
+def map_parts(num_bytes: int, part_bytes: int, work: Callable[[int, int], T]) -> list[T]:
     """Call `work(start, end)` for each part, in several threads if there are several parts.
 
     Returns: the results, in the order of the parts.

@@ -75,7 +75,7 @@ def rank_of(layout: Layout, *, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 
     return ((pp * layout.dp + dp) * layout.cp + cp) * layout.tp + tp
 
 
-def speakers(layout: Layout) -> list[int]:
+def reporting_ranks(layout: Layout) -> list[int]:
     """Return one rank per replica whose results count: a rank of the last stage, which has the
     logits."""
     return [rank_of(layout, dp=dp, pp=layout.pp - 1) for dp in range(layout.dp)]
@@ -100,7 +100,7 @@ def split_shared(requests: Sequence[A], layout: Layout, rank: int) -> list[A]:
     return kind_for(requests[0]).cut(requests, layout.dp, part)
 
 
-def runs_of(requests: Sequence[A], layout: Layout, rank: int) -> list[range]:
+def item_ranges(requests: Sequence[A], layout: Layout, rank: int) -> list[range]:
     """Return, for each operation, the index range of the items that `split_shared` assigns to this
     rank."""
     return kind_for(requests[0]).runs(requests, layout.dp, coordinates(rank, layout).dp)
@@ -117,7 +117,7 @@ def merge(kind: str, results: Sequence[Result], layout: Layout) -> Result:
     """
     merge_parts = KINDS[kind].merge
     if merge_parts is not None:
-        merged: Result = merge_parts([results[rank] for rank in speakers(layout)])
+        merged: Result = merge_parts([results[rank] for rank in reporting_ranks(layout)])
         return merged
     if any(result != results[0] for result in results):
         raise InternalError(f"the ranks do not agree on the result of {kind}: {results}")
@@ -129,5 +129,5 @@ def chunk(size: int, parts: int, part: int) -> range:
 
     Each part has ceil(size / parts) indices, as long as enough remain.
     """
-    each = -(-size // parts)
-    return range(min(size, part * each), min(size, (part + 1) * each))
+    part_size = -(-size // parts)
+    return range(min(size, part * part_size), min(size, (part + 1) * part_size))

@@ -56,7 +56,7 @@ def check_directory(directory: Path, field: str) -> None:
     Raises: CallerError: see `read_model`.
     """
     try:
-        _found(directory.absolute())
+        _read_directory(directory.absolute())
     except CallerError as error:
         raise CallerError(
             error.info.message, code=error.info.code, field=field, remedy=error.info.remedy
@@ -73,18 +73,18 @@ def read_model(name: str, directory: Path) -> RegisteredModel:
     """
     check_name(name, "name")
     directory = directory.absolute()
-    config, weights, entries = _found(directory)
+    config, weights, entries = _read_directory(directory)
     with _readable():
-        found = sorted(p.name for p in directory.iterdir() if p.is_file())
-        named = [CONFIG_FILE, *weights, *filter(is_companion, found)]
-        files = [_hashed(directory / each) for each in named]
+        file_names = sorted(p.name for p in directory.iterdir() if p.is_file())
+        registered = [CONFIG_FILE, *weights, *filter(is_companion, file_names)]
+        files = [_hashed(directory / file_name) for file_name in registered]
     num_parameters = sum(prod(entry.shape) for entry in entries)
     dtypes = sorted({entry.dtype for entry in entries})
     pinned = ModelDirectory(str(directory), files)
     return RegisteredModel(name, pinned, config, num_parameters, dtypes)
 
 
-def _found(directory: Path) -> tuple[dict[str, Any], list[str], list[Entry]]:
+def _read_directory(directory: Path) -> tuple[dict[str, Any], list[str], list[Entry]]:
     """Return the model's config, the names of its safetensors files, and the tensors in them."""
     if not directory.is_dir():
         raise CallerError(
@@ -126,16 +126,16 @@ def _weights(directory: Path) -> tuple[list[str], list[Entry]]:
     if (directory / single).exists():
         return [single], _entries(directory / single)
     index = directory / index_name(_STEM)
-    places = _decoded(index, Index).weight_map
-    names = sorted(set(places.values()))
+    weight_map = _decoded(index, Index).weight_map
+    names = sorted(set(weight_map.values()))
     entries: list[Entry] = []
     for name in names:
         if Path(name).name != name:
-            raise _unsound(index, f"it names a file elsewhere: {name!r}")
+            raise _invalid(index, f"it names a file elsewhere: {name!r}")
         entries += _entries(directory / name)
-    held = sorted(entry.name for entry in entries)
-    if held != sorted(places):
-        raise _unsound(index, "it names other tensors than its files have")
+    names_in_files = sorted(entry.name for entry in entries)
+    if names_in_files != sorted(weight_map):
+        raise _invalid(index, "it names other tensors than its files have")
     return [index.name, *names], entries
 
 
@@ -145,14 +145,14 @@ def _entries(path: Path) -> list[Entry]:
             length = header_bytes(opened.read(LENGTH_BYTES))
             return decode_header(opened.read(length), path.stat().st_size)
     except ValueError as error:
-        raise _unsound(path, str(error)) from None
+        raise _invalid(path, str(error)) from None
 
 
 def _decoded(path: Path, kind: Any) -> Any:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except msgspec.DecodeError as error:
-        raise _unsound(path, str(error)) from None
+        raise _invalid(path, str(error)) from None
 
 
 def _hashed(path: Path) -> ModelFile:
@@ -160,7 +160,7 @@ def _hashed(path: Path) -> ModelFile:
     return ModelFile(path.name, num_bytes, file_blake3(path))
 
 
-def _unsound(path: Path, why: str) -> CallerError:
+def _invalid(path: Path, problem: str) -> CallerError:
     return CallerError(
-        f"{path}: {why}", field="directory", remedy="fetch or save the model's files again"
+        f"{path}: {problem}", field="directory", remedy="fetch or save the model's files again"
     )

@@ -55,17 +55,20 @@ class Box(NamedTuple):
     start: Index
     size: Index
 
-    def covers(self, other: Box) -> bool:
+    def covers(self, inner: Box) -> bool:
         return all(
-            mine <= its and its + size <= mine + length
-            for mine, length, its, size in zip(
-                self.start, self.size, other.start, other.size, strict=True
+            outer_start <= inner_start and inner_start + inner_size <= outer_start + outer_size
+            for outer_start, outer_size, inner_start, inner_size in zip(
+                self.start, self.size, inner.start, inner.size, strict=True
             )
         )
 
     def offset(self, inner: Box) -> Index:
         """Return the start of a box inside this one, relative to this one."""
-        return tuple(its - mine for mine, its in zip(self.start, inner.start, strict=True))
+        return tuple(
+            inner_start - outer_start
+            for outer_start, inner_start in zip(self.start, inner.start, strict=True)
+        )
 
 
 class Tensor(NamedTuple):
@@ -126,7 +129,7 @@ class Fetch:
     uses: tuple[Use, ...]
 
 
-def fetches(
+def plan_fetches(
     tensors: Mapping[str, Tensor], parts: Sequence[Holding], ranks: Mapping[int, Holding]
 ) -> list[Fetch]:
     """Plan the fetches of everything that the target ranks of one node need, spread over the parts.
@@ -139,20 +142,20 @@ def fetches(
     """
     sources = _by_tensor(dict(enumerate(parts)))
     homes = _homes(tensors, sources)
-    alike: dict[tuple[Tensor, _Held, _Held], list[str]] = {}
-    for name, held in _by_tensor(ranks).items():
-        alike.setdefault((tensors[name], held, sources.get(name, ())), []).append(name)
-    found: list[Fetch] = []
-    for (tensor, held, there), names in alike.items():
-        item, home = item_bytes(tensor.dtype), homes[tensor, there]
-        for cell in _cells(names[0], held, there):
+    groups: dict[tuple[Tensor, _Held, _Held], list[str]] = {}
+    for name, targets in _by_tensor(ranks).items():
+        groups.setdefault((tensors[name], targets, sources.get(name, ())), []).append(name)
+    plan: list[Fetch] = []
+    for (tensor, targets, holders), names in groups.items():
+        item, home = item_bytes(tensor.dtype), homes[tensor, holders]
+        for cell in _cells(names[0], targets, holders):
             num_bytes = cell.num_elements * item
             part_of = home.parts_of(cell.box)
             for name in names:
                 part = part_of[name]
                 start = cell.sources[part]
-                found.append(Fetch(name, part, start, cell.box.size, num_bytes, cell.uses))
-    return sorted(found, key=lambda fetch: (fetch.part, fetch.name, fetch.start))
+                plan.append(Fetch(name, part, start, cell.box.size, num_bytes, cell.uses))
+    return sorted(plan, key=lambda fetch: (fetch.part, fetch.name, fetch.start))
 
 
 _Held = tuple[tuple[int, Box], ...]
@@ -187,7 +190,7 @@ class _Home:
 
         Args:   box: the slice, inside one of `slices`.
         """
-        return next(parts for each, parts in self.slices if each.covers(box))
+        return next(parts for region, parts in self.slices if region.covers(box))
 
 
 def _homes(
@@ -197,12 +200,12 @@ def _homes(
 
     The largest slices are assigned first, so that small ones can even out the loads.
     """
-    alike: dict[tuple[Tensor, _Held], list[str]] = {}
+    groups: dict[tuple[Tensor, _Held], list[str]] = {}
     for name in sorted(tensors):
-        alike.setdefault((tensors[name], sources.get(name, ())), []).append(name)
+        groups.setdefault((tensors[name], sources.get(name, ())), []).append(name)
     planned = [
-        (names, item_bytes(tensor.dtype), _cells(names[0], there, there), (tensor, there))
-        for (tensor, there), names in alike.items()
+        (names, item_bytes(tensor.dtype), _cells(names[0], holders, holders), (tensor, holders))
+        for (tensor, holders), names in groups.items()
     ]
     planned.sort(key=lambda group: -group[1] * max((c.num_elements for c in group[2]), default=0))
     loads: Counter[int] = Counter()
@@ -213,17 +216,17 @@ def _homes(
             assigned = assign(
                 range(len(names)), cell.num_elements * item, sorted(cell.sources), loads
             )
-            slices.append((cell.box, {names[m]: part for part, some in assigned for m in some}))
+            slices.append((cell.box, {names[m]: part for part, subset in assigned for m in subset}))
         homes[key] = _Home(slices)
     return homes
 
 
 def _by_tensor(holdings: Mapping[int, Holding]) -> dict[str, _Held]:
-    found: dict[str, list[tuple[int, Box]]] = {}
+    holders: dict[str, list[tuple[int, Box]]] = {}
     for number, holding in holdings.items():
         for name, box in holding.items():
-            found.setdefault(name, []).append((number, box))
-    return {name: tuple(held) for name, held in found.items()}
+            holders.setdefault(name, []).append((number, box))
+    return {name: tuple(boxes) for name, boxes in holders.items()}
 
 
 def _cells(name: str, targets: _Held, sources: _Held) -> list[_Cell]:
@@ -239,19 +242,21 @@ def _cells(name: str, targets: _Held, sources: _Held) -> list[_Cell]:
         for dim in range(len(boxes[0].start))
     ]
     cells: list[_Cell] = []
-    for spans in product(*(pairwise(each) for each in edges)):
+    for spans in product(*(pairwise(dim_edges) for dim_edges in edges)):
         box = Box(tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
-        uses = tuple(Use(rank, held.offset(box)) for rank, held in targets if held.covers(box))
+        uses = tuple(
+            Use(rank, holding.offset(box)) for rank, holding in targets if holding.covers(box)
+        )
         if not uses:
             continue
-        there = {part: held.offset(box) for part, held in sources if held.covers(box)}
-        if not there:
+        starts = {part: holding.offset(box) for part, holding in sources if holding.covers(box)}
+        if not starts:
             raise CallerError(
                 f"no part of the version has {name} from {list(box.start)} on",
                 code=Code.FAILED_PRECONDITION,
                 remedy="sync between deployments of one model only",
             )
-        cells.append(_Cell(box, there, uses))
+        cells.append(_Cell(box, starts, uses))
     return cells
 
 
@@ -267,7 +272,7 @@ def assign(
     if len(parts) == 1:
         loads[parts[0]] += num_bytes * len(members)
         return [(parts[0], members)]
-    counts = _filled(len(members), num_bytes, [loads[part] for part in parts])
+    counts = _fill_counts(len(members), num_bytes, [loads[part] for part in parts])
     assigned: list[tuple[int, range]] = []
     start = members.start
     for part, count in zip(parts, counts, strict=True):
@@ -278,7 +283,7 @@ def assign(
     return assigned
 
 
-def _filled(count: int, size: int, loads: list[int]) -> list[int]:
+def _fill_counts(count: int, size: int, loads: list[int]) -> list[int]:
     """Return how many of `count` items of this size each part gets, filling the least loaded part
     first.
 
@@ -296,11 +301,11 @@ def _filled(count: int, size: int, loads: list[int]) -> list[int]:
     counts = [0] * len(loads)
     for number in order[:num_open]:
         counts[number] = (level - loads[number]) // size if size else 0
-    rest = count - sum(counts)
+    remaining = count - sum(counts)
     # Fewer items remain than there are open parts. Each open part is below the level by less than
     # one item.
     by_load = sorted(order, key=lambda i: (loads[i] + counts[i] * size, i))
-    for i in range(rest):
+    for i in range(remaining):
         counts[by_load[i % len(by_load)]] += 1
     return counts
 
@@ -323,39 +328,41 @@ class Rows(NamedTuple):
     range."""
     target_stride: int = 0
 
-    def moved(self, source: int, target: int) -> Rows:
+    def shifted(self, source: int, target: int) -> Rows:
         """Return the same rows, shifted by these numbers of bytes in source and target."""
         return self._replace(source=self.source + source, target=self.target + target)
 
-    def some(self, first: int, num_rows: int) -> Rows:
+    def subset(self, first: int, num_rows: int) -> Rows:
         """Return `num_rows` of the rows, starting with row `first`."""
-        there, here = first * self.source_stride, first * self.target_stride
-        return self.moved(there, here)._replace(num_rows=num_rows)
+        source, target = first * self.source_stride, first * self.target_stride
+        return self.shifted(source, target)._replace(num_rows=num_rows)
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
         """Yield each range as (offset in the source, offset in the target, length)."""
         for row in range(self.num_rows):
-            there, here = row * self.source_stride, row * self.target_stride
-            yield self.source + there, self.target + here, self.num_bytes
+            source_offset, target_offset = row * self.source_stride, row * self.target_stride
+            yield self.source + source_offset, self.target + target_offset, self.num_bytes
 
 
 def byte_rows(
-    size: Index, item_bytes: int, there: tuple[Index, Index], here: tuple[Index, Index]
+    size: Index, item_bytes: int, sender: tuple[Index, Index], receiver: tuple[Index, Index]
 ) -> Iterator[Rows]:
     """Yield the longest byte ranges of a slice that are contiguous in both sender and receiver.
 
     Args:   size: size of the slice along each dimension.
-            there: (start of the slice in the sender's tensor, shape of that tensor).
-            here: the same for the receiver's tensor.
+            sender: (start of the slice in the sender's tensor, shape of that tensor).
+            receiver: the same for the receiver's tensor.
     """
-    dim, length = _adjacent(size, item_bytes, there[1], here[1])
+    dim, length = _adjacent(size, item_bytes, sender[1], receiver[1])
     outer = max(0, dim - 1)
     rows = Rows(0, 0, length)
     if dim:
-        strides = (_strides(item_bytes, shape)[outer] for _, shape in (there, here))
+        strides = (_strides(item_bytes, shape)[outer] for _, shape in (sender, receiver))
         rows = Rows(0, 0, length, size[outer], *strides)
-    away, near = (_offsets(size, item_bytes, outer, *each) for each in (there, here))
-    yield from map(rows.moved, away, near)
+    sources, targets = (
+        _offsets(size, item_bytes, outer, *slice_of) for slice_of in (sender, receiver)
+    )
+    yield from map(rows.shifted, sources, targets)
 
 
 def box_runs(

@@ -147,14 +147,14 @@ class TensorTable:
         offsets, sizes = _unpacked("q", columns.offsets), _unpacked("q", columns.sizes)
         end = _end_of(offsets, sizes)
         if end is None:
-            places = sorted(zip(offsets, sizes, strict=True))
-            end = _end_of([place[0] for place in places], [place[1] for place in places])
+            spans = sorted(zip(offsets, sizes, strict=True))
+            end = _end_of([place[0] for place in spans], [place[1] for place in spans])
         return end
 
 
 def _kinds_of(tensors: Sequence[TensorSlot]) -> tuple[list[_Kind], list[int]]:
     """Return the distinct kinds of the tensors, and the index of each tensor's kind."""
-    known: dict[tuple[object, ...], int] = {}
+    numbers_by_key: dict[tuple[object, ...], int] = {}
     kinds: list[_Kind] = []
     numbers = []
     for slot in tensors:
@@ -162,9 +162,9 @@ def _kinds_of(tensors: Sequence[TensorSlot]) -> tuple[list[_Kind], list[int]]:
         key: tuple[object, ...] = (slot.role, slot.dtype, tuple(shape))
         if global_shape or start:
             key = (*key, tuple(global_shape), tuple(start))
-        number = known.get(key)
+        number = numbers_by_key.get(key)
         if number is None:
-            number = known[key] = len(kinds)
+            number = numbers_by_key[key] = len(kinds)
             kinds.append(_Kind(slot.role, slot.dtype, shape, global_shape, start))
         numbers.append(number)
     return kinds, numbers
@@ -192,9 +192,9 @@ def _end_of(offsets: Sequence[int], sizes: Sequence[int]) -> int | None:
 EMPTY = TensorTable.of([])
 
 
-def _unreadable(why: str) -> CallerError:
+def _unreadable(problem: str) -> CallerError:
     return CallerError(
-        f"no table of tensors: {why}",
+        f"no table of tensors: {problem}",
         field="tensors",
         remedy=f"send the packed columns of at most {MAX_TENSORS} tensors",
     )

@@ -45,14 +45,14 @@ class UncachedFile:
         stop = -(-(offset + num_bytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if stop - start > len(self._buffer):
             self._buffer = mmap.mmap(-1, stop - start)
-        whole = memoryview(self._buffer)[: stop - start]
-        have, needed = 0, offset + num_bytes - start
-        while have < needed:
-            came = self._read(whole[have:], start + have)
-            if came == 0:
+        buffer = memoryview(self._buffer)[: stop - start]
+        num_bytes_read, needed = 0, offset + num_bytes - start
+        while num_bytes_read < needed:
+            num_read = self._read(buffer[num_bytes_read:], start + num_bytes_read)
+            if num_read == 0:
                 raise OSError(f"it ends before byte {offset + num_bytes}")
-            have += came
-        return whole[offset - start : needed]
+            num_bytes_read += num_read
+        return buffer[offset - start : needed]
 
     def _read(self, memory: memoryview, offset: int) -> int:
         try:

@@ -44,7 +44,7 @@ from phaseloom.common.transport.connection import (
 )
 from phaseloom.common.transport.decisionlog import DecisionLog
 from phaseloom.common.transport.keys import Keys
-from phaseloom.common.transport.link import PAUSE_S, Link, ordered, passes, place
+from phaseloom.common.transport.link import PAUSE_S, Link, is_transient, ordered, position_of
 from phaseloom.common.transport.natsclient import MeshClient, hand_over
 from phaseloom.common.transport.stored import StoredMessages
 
@@ -167,7 +167,7 @@ class Bus:
                     try:
                         return await self.provision()
                     except (NatsTimeoutError, nats.errors.Error) as error:
-                        if not passes(error):
+                        if not is_transient(error):
                             raise
                         is_news, reason = repr(error) != reason, repr(error)
                         level = logging.WARNING if is_news else logging.DEBUG
@@ -301,7 +301,7 @@ class Bus:
         newest = 0
         async with aclosing(ordered(self._link, streams.REPORTS, subject, config)) as messages:
             async for message in messages:
-                sequence, time_s = place(message)
+                sequence, time_s = position_of(message)
                 if sequence <= newest:
                     continue
                 newest = sequence
@@ -356,16 +356,16 @@ class Bus:
                     config=config,
                 )
             except (NatsTimeoutError, nats.errors.Error) as error:
-                if passes(error):
+                if is_transient(error):
                     log.warning("no consumer %s yet: %r", durable, error)
                 elif not _can_consume_soon(error):
                     raise
                 await asyncio.sleep(_CONSUMER_BOUND_PAUSE_S)
             else:
 
-                def take(message: Msg) -> None:
+                def on_message(message: Msg) -> None:
                     if message.reply:  # a heartbeat has none
                         handler(message)
 
-                hand_over(subscription, take)
+                hand_over(subscription, on_message)
                 return subscription

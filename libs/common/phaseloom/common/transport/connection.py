@@ -57,44 +57,44 @@ class BusConfig(msgspec.Struct, frozen=True):
 
 def addresses(url: str) -> list[str]:
     """Split a comma-separated list of server addresses."""
-    return [each.strip() for each in url.split(",") if each.strip()]
+    return [address.strip() for address in url.split(",") if address.strip()]
 
 
-def checked_addresses(url: str, url_from: str) -> list[str]:
+def parse_addresses(url: str, url_from: str) -> list[str]:
     """Return the addresses in `url`, each with scheme and port.
 
     Args:   url_from: the variable or argument that contains the text.
     Raises: CallerError: one is not the address of a NATS server. (nats-py itself would treat
             `http://host:1` as a host named `http`.)
     """
-    found = []
-    for each in addresses(url) or [url]:
-        text = each if "://" in each else f"nats://{each}"
+    parsed = []
+    for address in addresses(url) or [url]:
+        text = address if "://" in address else f"nats://{address}"
         try:
             parts = urlsplit(text)
             host, port = parts.hostname, parts.port
         except ValueError as error:
-            raise _no_address(each, str(error), url_from) from None
+            raise _invalid_address(address, str(error), url_from) from None
         if parts.scheme not in _SCHEMES:
-            raise _no_address(each, f"NATS is not spoken over {parts.scheme}", url_from)
+            raise _invalid_address(address, f"NATS is not spoken over {parts.scheme}", url_from)
         if not host or parts.path.strip("/"):
-            why = "it has a path" if host else "it names no host"
-            raise _no_address(each, why, url_from)
+            reason = "it has a path" if host else "it names no host"
+            raise _invalid_address(address, reason, url_from)
         has_port = port is not None or parts.scheme.startswith("ws")
-        found.append(text if has_port else parts._replace(netloc=f"{parts.netloc}:4222").geturl())
-    return found
+        parsed.append(text if has_port else parts._replace(netloc=f"{parts.netloc}:4222").geturl())
+    return parsed
 
 
-def _no_address(address: str, why: str, url_from: str) -> CallerError:
+def _invalid_address(address: str, reason: str, url_from: str) -> CallerError:
     return CallerError(
-        f"{address!r} is no address of a NATS server: {why}",
+        f"{address!r} is no address of a NATS server: {reason}",
         field=url_from,
         remedy="give it as nats://HOST:PORT, as `phaseloom up` prints it; of several servers with "
         "commas between them",
     )
 
 
-def _in_order_for(name: str, urls: list[str]) -> list[str]:
+def _order_for(name: str, urls: list[str]) -> list[str]:
     """Return the addresses in the order in which a client of this name tries them.
 
     This spreads the clients over the servers, and each client starts with the same server every
@@ -120,7 +120,7 @@ class _Errors:
     """Number of denials since the last successful connection."""
     was_connected: bool = False
 
-    async def hear(self, error: Exception) -> None:
+    async def handle(self, error: Exception) -> None:
         is_news, self.last = repr(error) != repr(self.last), error
         if str(error).startswith("nats: '"):
             # The server sent this message. It also disconnects, and the next attempt may report
@@ -178,9 +178,9 @@ async def connect(
             server is older than 2.12 and lacks features that we need.
     """
 
-    servers = checked_addresses(url, url_from)
+    servers = parse_addresses(url, url_from)
     url = ",".join(servers)
-    servers = _in_order_for(name, servers)
+    servers = _order_for(name, servers)
     client = MeshClient()
     has_others = len(servers) > 1
     denied = CallerError(
@@ -215,7 +215,7 @@ async def connect(
             reconnect_time_wait=0.1,  # type: ignore[arg-type]  # seconds; annotated too narrowly
             connect_timeout=_NEXT_AFTER_S if has_others else CONNECT_TIMEOUT_S,
             drain_timeout=DRAIN_TIMEOUT_S,
-            error_cb=errors.hear,
+            error_cb=errors.handle,
             disconnected_cb=disconnected,
             reconnected_cb=reconnected,
         )

@@ -25,7 +25,7 @@ from phaseloom.common.contract import streams
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.events import Event, QueuedOperation, parts
-from phaseloom.common.transport.link import PAUSE_S, Link, ordered, place
+from phaseloom.common.transport.link import PAUSE_S, Link, ordered, position_of
 from phaseloom.common.transport.stored import StoredMessages
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class LogEntry:
     event: Event
     headers: dict[str, str]
 
-    def apart(self) -> Iterator[LogEntry]:
+    def split(self) -> Iterator[LogEntry]:
         """Yield one entry per event, since one append may contain several events."""
         for event in parts(self.event):
             yield LogEntry(self.sequence, self.time_s, event, self.headers)
@@ -73,26 +73,27 @@ class LogExtent:
         """
         num_lost = self.last - self.first + 1 - self.num_entries
         if num_lost > 0:
-            raise log_has_a_hole(self.first, self.last, num_lost)
+            raise log_entries_missing(self.first, self.last, num_lost)
 
 
-def log_went_back(known: int, end: int) -> ResourceError:
+def log_end_lost(last_known: int, last_stored: int) -> ResourceError:
     """The error for a decision log that has lost its newest entries.
 
-    Args:   known: the newest sequence that was stored.
-            end: the newest sequence now.
+    Args:   last_known: the newest sequence that was stored.
+            last_stored: the newest sequence now.
     """
     return ResourceError(
-        f"the decision log ends at {end}, and had {known}: the {known - end} entries since are "
-        "lost, and with them the operations, outcomes and seals that they tell of",
+        f"the decision log ends at {last_stored}, and had {last_known}: the "
+        f"{last_known - last_stored} entries since are lost, and with them the operations, "
+        "outcomes and seals that they tell of",
         code=Code.DATA_LOSS,
         remedy="put the right store back, restore a backup (`phaseloom restore`), or go on "
         "without what is lost (`phaseloom up --resume --accept-loss`)",
-        details={"first_lost": end + 1, "last_lost": known},
+        details={"first_lost": last_stored + 1, "last_lost": last_known},
     )
 
 
-def log_has_a_hole(first: int, last: int, num_lost: int = 0) -> ResourceError:
+def log_entries_missing(first: int, last: int, num_lost: int = 0) -> ResourceError:
     """The error for a decision log that lacks entries before its end.
 
     Args:   first, last: the range with lost entries, including both.
@@ -124,10 +125,10 @@ class DecisionLog:
 
         Raises: ResourceError: see `publish`. DATA_LOSS: the log had already assigned this sequence.
         """
-        known = self.mark
+        earlier_mark = self.mark
         answer = await self._link.store(streams.log_subject(event), event, msg_id, headers)
-        if answer.seq <= known and not answer.duplicate:
-            raise log_went_back(known, answer.seq - 1)
+        if answer.seq <= earlier_mark and not answer.duplicate:
+            raise log_end_lost(earlier_mark, answer.seq - 1)
         self.mark = max(self.mark, answer.seq)
         return answer.seq
 
@@ -139,8 +140,8 @@ class DecisionLog:
         """
         async with aclosing(self.read_entries(start_sequence)) as entries:
             async for entry in entries:
-                for one in entry.apart():
-                    yield one
+                for event_entry in entry.split():
+                    yield event_entry
 
     async def read_entries(self, start_sequence: int = 1) -> AsyncGenerator[LogEntry, None]:
         """Yield every entry of the decision log from `start_sequence` on, in order, forever.
@@ -154,18 +155,18 @@ class DecisionLog:
             deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=max(1, start_sequence),
         )
-        wanted, newest_s = start_sequence, None
+        next_sequence, newest_s = start_sequence, None
         connections = self._link.client.stats["reconnects"]
         async with aclosing(ordered(self._link, streams.SCHED, _LOG_SUBJECT, config)) as messages:
             async for message in messages:
-                sequence, time_s = place(message)
-                if sequence < wanted:
+                sequence, time_s = position_of(message)
+                if sequence < next_sequence:
                     continue
                 if self._link.client.stats["reconnects"] != connections:
                     connections = self._link.client.stats["reconnects"]
                     if newest_s is not None:
-                        await self._check_still_there(wanted - 1, newest_s)
-                wanted, newest_s = sequence + 1, time_s
+                        await self._check_still_there(next_sequence - 1, newest_s)
+                next_sequence, newest_s = sequence + 1, time_s
                 self.mark = max(self.mark, sequence)
                 event = decode(message.data, Event)
                 yield LogEntry(sequence, time_s, event, message.headers or {})
@@ -191,7 +192,7 @@ class DecisionLog:
                 if end is None:
                     return
                 if time.monotonic() >= sure_at_s:
-                    raise log_went_back(sequence, end)
+                    raise log_end_lost(sequence, end)
             await asyncio.sleep(PAUSE_S)
 
     async def _end_without(self, sequence: int, time_s: float) -> int | None:
@@ -200,9 +201,9 @@ class DecisionLog:
 
         Raises: nats.errors.Error: the server does not answer, or is not ready.
         """
-        found = await self._stored.ask_leader(streams.SCHED, {"seq": sequence})
-        if found is not None:
-            stored_s = datetime.fromisoformat(found.time).timestamp()
+        message = await self._stored.request_from_leader(streams.SCHED, {"seq": sequence})
+        if message is not None:
+            stored_s = datetime.fromisoformat(message.time).timestamp()
             return None if abs(stored_s - time_s) < _SAME_TIME_S else sequence - 1
         extent = await self.extent()
         return extent.last if sequence >= extent.first else None
@@ -218,10 +219,10 @@ class DecisionLog:
         )
         start: dict[str, object] = {"start_time": since}
         while True:
-            wanted = {**start, "batch": _BATCH, "next_by_subj": _QUEUED_SUBJECT}
+            request = {**start, "batch": _BATCH, "next_by_subj": _QUEUED_SUBJECT}
             *messages, end = await self._link.client.request_many(
                 f"$JS.API.DIRECT.GET.{streams.SCHED}",
-                _json.encode(wanted),
+                _json.encode(request),
                 timeout=self._link.timeout_s,
             )
             for message in messages:
@@ -260,20 +261,20 @@ class DecisionLog:
     async def _check_once(self) -> LogExtent:
         extent = await self.extent()
         extent.check_whole()
-        wanted = extent.first
-        while wanted <= extent.last:
+        next_sequence = extent.first
+        while next_sequence <= extent.last:
             *messages, _ = await self._link.client.request_many(
                 f"$JS.API.DIRECT.GET.{streams.SCHED}",
-                _json.encode({"seq": wanted, "batch": _BATCH, "next_by_subj": _LOG_SUBJECT}),
+                _json.encode({"seq": next_sequence, "batch": _BATCH, "next_by_subj": _LOG_SUBJECT}),
                 timeout=self._link.timeout_s,
             )
             for message in messages:
                 sequence = int((message.headers or {})["Nats-Sequence"])
-                if sequence != wanted:
-                    raise log_has_a_hole(wanted, sequence - 1)
-                wanted += 1
+                if sequence != next_sequence:
+                    raise log_entries_missing(next_sequence, sequence - 1)
+                next_sequence += 1
             if not messages:
-                raise log_has_a_hole(wanted, extent.last)
+                raise log_entries_missing(next_sequence, extent.last)
         return extent
 
     async def truncate(self, sequence: int) -> None:

@@ -10,7 +10,7 @@ from nats.js import api
 from nats.js.errors import APIError
 
 from phaseloom.common.contract.streams import Bucket
-from phaseloom.common.transport.link import Link, ordered, place
+from phaseloom.common.transport.link import Link, ordered, position_of
 from phaseloom.common.transport.stored import Stored, StoredMessages
 
 _WRONG_LAST_SEQUENCE = frozenset({10071, 10164})
@@ -96,7 +96,7 @@ class Keys:
         newest: dict[str, int] = {}
         async with aclosing(ordered(self._link, f"KV_{bucket}", prefix + keys, config)) as messages:
             async for message in messages:
-                sequence, _ = place(message)
+                sequence, _ = position_of(message)
                 key = message.subject.removeprefix(prefix)
                 if sequence <= newest.get(key, 0):
                     continue

@@ -40,7 +40,7 @@ _RENEWALS_PER_TTL = 3
 _MARGIN_SHARE = 0.2
 _ATTEMPT_SHARE = 0.2
 _RETRY_PAUSE_S = 0.1
-_LOOK_AGAIN_S = 30.0
+_REREAD_AFTER_S = 30.0
 """Maximum time to wait for a lease to become free before reading the key again.
 
 It must be shorter than the lifetime of an expired lease's marker. A waiter that was disconnected
@@ -87,9 +87,9 @@ async def renew_session(bus: Bus, job: JobKey, session: int, ttl_s: float) -> No
     key = session_lease_key(job)
     while True:
         current = await bus.keys.get_raw(Bucket.LEASES, key)
-        alive = 0 if current is None or current.is_gone else int(current.payload)
-        if alive > session:
-            raise to_exception(session_superseded(session, alive))
+        newest = 0 if current is None or current.is_gone else int(current.payload)
+        if newest > session:
+            raise to_exception(session_superseded(session, newest))
         expected = current.sequence if current else 0
         try:
             await bus.keys.swap(
@@ -119,7 +119,7 @@ class _Claim:
     ttl_s: float
     nonce: str
 
-    async def try_take(self) -> int | None:
+    async def try_acquire(self) -> int | None:
         """Try once to acquire the lease. Returns: its revision; None: another process holds it."""
         current = await self.bus.keys.get_raw(Bucket.LEASES, self.key)
         if current is not None and not current.is_gone and not self.is_own(current.headers):
@@ -168,7 +168,7 @@ class Lease:
         while True:
             began_s = time.monotonic()
             try:
-                revision = await claim.try_take()
+                revision = await claim.try_acquire()
                 if revision is not None:
                     return cls(claim, revision, began_s)
                 await _until_free(bus, key)
@@ -228,11 +228,11 @@ class Lease:
             raise self._lost("another holder took it, or it expired")
         self._last = current.sequence
 
-    def _lost(self, why: str) -> LeaseLost:
-        return LeaseLost(f"lease {self.key} is lost: {why}", code=Code.ABORTED)
+    def _lost(self, reason: str) -> LeaseLost:
+        return LeaseLost(f"lease {self.key} is lost: {reason}", code=Code.ABORTED)
 
 
-async def end_of_dead(bus: Bus, key: str) -> None:
+async def delete_dead_lease(bus: Bus, key: str) -> None:
     """Delete the lease of a dead process, so that nobody waits for it to expire.
 
     Raises: nats errors: the deletion was not stored.
@@ -247,7 +247,7 @@ async def _until_free(bus: Bus, key: str) -> None:
     """Wait until the key is deleted or expired, or until it is time to read it again."""
     with suppress(TimeoutError):
         async with (
-            asyncio.timeout(_LOOK_AGAIN_S),
+            asyncio.timeout(_REREAD_AFTER_S),
             aclosing(bus.keys.watch(Bucket.LEASES, key)) as changes,
         ):
             async for change in changes:

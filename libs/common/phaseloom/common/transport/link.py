@@ -71,14 +71,14 @@ def is_subject_taken(code: int | None, description: str | None) -> bool:
     return code == _STORE_FAILED and _SUBJECT_TAKEN in (description or "")
 
 
-def passes(error: Exception) -> bool:
+def is_transient(error: Exception) -> bool:
     """Whether a call failed only because servers are unreachable or are electing a leader."""
     if isinstance(error, APIError) and error.err_code == _NO_PEERS:
         return True  # the servers have not found each other yet
     return isinstance(error, NatsTimeoutError | ServiceUnavailableError | NoRespondersError)
 
 
-def place(message: Msg) -> tuple[int, float]:
+def position_of(message: Msg) -> tuple[int, float]:
     """Return a consumed message's stream sequence and the time when the stream stored it (Unix
     seconds).
 
@@ -171,7 +171,7 @@ async def _ordered_subscription(
                 idle_heartbeat=_ORDERED_HEARTBEAT_S,
             )
         except (NatsTimeoutError, nats.errors.Error) as error:
-            if not passes(error) or link.client.is_closed:
+            if not is_transient(error) or link.client.is_closed:
                 raise
             log.warning("no consumer on %s yet: %r", stream, error)
             await asyncio.sleep(PAUSE_S)

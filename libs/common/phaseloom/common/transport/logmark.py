@@ -14,7 +14,7 @@ from pathlib import Path
 
 from phaseloom.common.process.files import replace_file
 from phaseloom.common.transport.bus import Bus
-from phaseloom.common.transport.decisionlog import log_went_back
+from phaseloom.common.transport.decisionlog import log_end_lost
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +41,10 @@ class LogMark:
     def __init__(self, bus: Bus, directory: Path) -> None:
         self._bus = bus
         self._directory = directory
-        self._kept = read_mark(directory)
+        self._written = read_mark(directory)
         self._seen = 0
 
-    def saw(self, sequence: int) -> None:
+    def record(self, sequence: int) -> None:
         """Record that the log has an entry with this sequence."""
         self._seen = max(self._seen, sequence)
 
@@ -54,17 +54,17 @@ class LogMark:
         Raises: ResourceError: DATA_LOSS: the log ends before the mark.
         """
         end = await self._bus.log.end()
-        if end < self._kept:
-            raise log_went_back(self._kept, end)
+        if end < self._written:
+            raise log_end_lost(self._written, end)
 
     async def keep(self) -> None:
         """Write the mark whenever it changes, until cancelled."""
         while True:
             newest = max(self._seen, self._bus.log.mark)
-            if newest > self._kept:
+            if newest > self._written:
                 try:
                     await asyncio.to_thread(self._write, newest)
-                    self._kept = newest
+                    self._written = newest
                 except OSError as error:  # a full disk: the mark only lags
                     log.warning("the log's mark is not kept: %s", error)
             await asyncio.sleep(_KEEP_EVERY_S)

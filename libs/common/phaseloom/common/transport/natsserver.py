@@ -214,10 +214,10 @@ class EmbeddedServer:
             raise self._failed(f"did not listen within {_START_TIMEOUT_S:.0f} s") from None
         return port
 
-    def _failed(self, what: str) -> ResourceError:
+    def _failed(self, event: str) -> ResourceError:
         log_file = self._directory / "nats.log"
         last = log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["(no output)"]
-        return ResourceError(f"nats-server {what}: {last[0]}", remedy=f"see {log_file}")
+        return ResourceError(f"nats-server {event}: {last[0]}", remedy=f"see {log_file}")
 
     def _config(self) -> str:
         """The server's configuration as JSON, which is a subset of NATS's own syntax."""
@@ -287,12 +287,12 @@ class EmbeddedEnsemble:
         self._directory.mkdir(parents=True, exist_ok=True)
         secret, ports = secrets.token_urlsafe(24), _free_ports(MEMBERS)
         for name, url in self._urls.items():
-            place = self._directory / name
-            place.mkdir(exist_ok=True)
-            own = Credentials(url, MESH_USER, self._password, self._tenants)
-            _write_credentials(place / "credentials.json", own)
+            directory = self._directory / name
+            directory.mkdir(exist_ok=True)
+            credentials = Credentials(url, MESH_USER, self._password, self._tenants)
+            _write_credentials(directory / "credentials.json", credentials)
             self.members[name] = EmbeddedServer(
-                place,
+                directory,
                 list(self._tenants),
                 fsync=self._fsync,
                 name=name,
@@ -322,9 +322,9 @@ class EmbeddedEnsemble:
             "port": ports[name],
             "authorization": {"user": _ROUTE_USER, "password": secret},
             "routes": [
-                f"nats-route://{_ROUTE_USER}:{secret}@{self._route(name, other, ports)}"
-                for other in MEMBERS
-                if other != name
+                f"nats-route://{_ROUTE_USER}:{secret}@{self._route(name, peer, ports)}"
+                for peer in MEMBERS
+                if peer != name
             ],
             # Clients already have all addresses. Advertising would bypass a proxy in front of them.
             "no_advertise": True,
@@ -337,8 +337,8 @@ def _free_ports(names: Sequence[str]) -> dict[str, int]:
     """Choose an unused port of this machine for each name."""
     with ExitStack() as stack:
         # Keep all listeners open until the last port is chosen, so that the ports differ.
-        held = {name: stack.enter_context(create_server(("127.0.0.1", 0))) for name in names}
-        return {name: int(listener.getsockname()[1]) for name, listener in held.items()}
+        listeners = {name: stack.enter_context(create_server(("127.0.0.1", 0))) for name in names}
+        return {name: int(listener.getsockname()[1]) for name, listener in listeners.items()}
 
 
 def _passwords(earlier: Credentials | None, tenants: Sequence[str]) -> tuple[str, dict[str, str]]:
@@ -347,9 +347,9 @@ def _passwords(earlier: Credentials | None, tenants: Sequence[str]) -> tuple[str
     Raises: CallerError: a tenant has an invalid name.
     """
     mesh = secrets.token_urlsafe(24) if earlier is None else earlier.password
-    known = {} if earlier is None else earlier.tenants
+    known_passwords = {} if earlier is None else earlier.tenants
     named = [check_tenant(tenant, "tenants") for tenant in tenants]
-    return mesh, {name: known.get(name) or secrets.token_urlsafe(24) for name in named}
+    return mesh, {name: known_passwords.get(name) or secrets.token_urlsafe(24) for name in named}
 
 
 def check_tenant(name: str, field: str) -> str:
@@ -387,7 +387,7 @@ def accounts(mesh_password: str, tenants: dict[str, str]) -> dict[str, object]:
     }
     return {
         "MESH": mesh,
-        **{_account(name): _tenant_account(name, word) for name, word in tenants.items()},
+        **{_account(name): _tenant_account(name, password) for name, password in tenants.items()},
     }
 
 
@@ -428,9 +428,9 @@ def find_binary() -> Path:
         files = distribution(_DISTRIBUTION).files or []
     except PackageNotFoundError:
         files = []
-    found = [Path(str(f.locate())).resolve() for f in files if f.name == "nats-server"]
-    found.append(Path(sysconfig.get_path("scripts")) / "nats-server")
-    for binary in found:
+    candidates = [Path(str(f.locate())).resolve() for f in files if f.name == "nats-server"]
+    candidates.append(Path(sysconfig.get_path("scripts")) / "nats-server")
+    for binary in candidates:
         if binary.is_file():
             return binary
     raise ResourceError(
@@ -461,8 +461,8 @@ async def check_version(binary: Path) -> None:
 
 def parse_version(text: str) -> tuple[int, int]:
     """Return the (major, minor) of a version; (0, 0) if the text is not a version."""
-    major, _, rest = text.partition(".")
-    minor = rest.partition(".")[0]
+    major, _, remainder = text.partition(".")
+    minor = remainder.partition(".")[0]
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
 
 

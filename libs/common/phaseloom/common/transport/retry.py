@@ -35,20 +35,20 @@ _SERVER_ERROR = 500
 
 async def until_done(
     call: Callable[[], Awaitable[T]],
-    what: str,
+    label: str,
     *,
     attempt_s: float | None = None,
-    tell_full: Callable[[str], Awaitable[None]] | None = None,
+    report_full: Callable[[str], Awaitable[None]] | None = None,
 ) -> T:
     """Repeat an idempotent call until it succeeds.
 
     The number of attempts is unlimited. A process that must not wait forever is ended from outside:
     a node's agent by its lease, a rank by its agent.
 
-    Args:   what: name of the call, for the log.
+    Args:   label: name of the call, for the log.
             attempt_s: time after which an attempt is abandoned; None: the call ends by itself.
-            tell_full: called once, with the reason, if a stream is full; the call is then repeated
-                until there is room. Without `tell_full` a full stream is an error.
+            report_full: called once, with the reason, if a stream is full; then the call repeats
+                until there is room. Without `report_full` a full stream is an error.
     Raises: the error with which the server refuses the call.
     """
     is_news = True
@@ -57,20 +57,20 @@ async def until_done(
             async with asyncio.timeout(attempt_s):
                 return await call()
         except (ResourceError, TimeoutError, NatsTimeoutError, NatsError) as error:
-            is_full = tell_full is not None and _is_full(error)
+            is_full = report_full is not None and _is_full(error)
             if not (is_full or _is_away(error)):
                 raise
             reason = repr(error)
-            if is_full and is_news and tell_full is not None:
-                await _tell(tell_full, reason)
-        log.log(logging.WARNING if is_news else logging.DEBUG, "%s: %s; again", what, reason)
+            if is_full and is_news and report_full is not None:
+                await _report(report_full, reason)
+        log.log(logging.WARNING if is_news else logging.DEBUG, "%s: %s; again", label, reason)
         is_news = False
         await asyncio.sleep(_PAUSE_S)
 
 
-async def _tell(tell_full: Callable[[str], Awaitable[None]], reason: str) -> None:
+async def _report(report_full: Callable[[str], Awaitable[None]], reason: str) -> None:
     try:
-        await tell_full(reason)
+        await report_full(reason)
     except NatsError as error:
         log.warning("nobody could be told: %r", error)
 
@@ -105,10 +105,10 @@ class RetryingLog:
             lambda: self._bus.log.append(event, msg_id=msg_id),
             "append",
             attempt_s=ATTEMPT_S,
-            tell_full=self._tell_full,
+            report_full=self._report_full,
         )
 
-    async def _tell_full(self, reason: str) -> None:
+    async def _report_full(self, reason: str) -> None:
         await self._bus.notice(self._source, "waiting for room", reason, SCHED)
 
     def read_entries(self, start_sequence: int = 1) -> AsyncIterator[LogEntry]:

@@ -130,11 +130,11 @@ def _endpoint(
 
 
 async def _refuse(request: Request, info: ErrorInfo, content_type: str) -> None:
-    known = content_type if content_type in (JSON, MSGPACK) else JSON
+    answer_type = content_type if content_type in (JSON, MSGPACK) else JSON
     # A header must be a single ASCII line, but the message may quote the caller's input.
     line = " ".join(info.message[:_HEADER_CHARS].split()).encode("ascii", "replace").decode()
     await request.respond_error(
-        info.code, line, encode(ApiError(info), known), headers={CONTENT_TYPE: known}
+        info.code, line, encode(ApiError(info), answer_type), headers={CONTENT_TYPE: answer_type}
     )
 
 
@@ -247,19 +247,19 @@ async def answer_requests(
     """
 
     async def reply(message: Msg) -> None:
-        said = encode(await answer(message))
+        payload = encode(await answer(message))
         try:
-            await client.publish(message.reply, said, headers={CONTENT_TYPE: MSGPACK})
+            await client.publish(message.reply, payload, headers={CONTENT_TYPE: MSGPACK})
         except nats.errors.Error as error:
             log.debug("an answer on %s was not sent: %r", subject, error)
 
     async with asyncio.TaskGroup() as tasks:
 
-        async def take(message: Msg) -> None:
+        async def on_message(message: Msg) -> None:
             if message.reply:
                 tasks.create_task(reply(message))
 
-        subscription = await client.subscribe(subject, cb=take)
+        subscription = await client.subscribe(subject, cb=on_message)
         try:
             await asyncio.get_running_loop().create_future()
         finally:

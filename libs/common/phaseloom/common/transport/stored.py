@@ -21,10 +21,10 @@ from nats.errors import NoRespondersError
 from nats.js import api
 from nats.js.errors import APIError, NotFoundError
 
-from phaseloom.common.transport.link import Link, Refusal, ordered, place
+from phaseloom.common.transport.link import Link, Refusal, ordered, position_of
 
 _NOT_FOUND = "404"
-_NOT_THERE = 404
+_NOT_FOUND_CODE = 404
 _LAG_PAUSE_S = 0.1
 _ANSWER_BYTES = 16 * 2**20
 """Maximum size of one answer with many stored messages. Without this limit, the server sends more
@@ -46,7 +46,7 @@ class Stored:
         return not {"KV-Operation", "Nats-Marker-Reason"}.isdisjoint(self.headers)
 
 
-class _Found(msgspec.Struct, frozen=True):
+class _StoredMessage(msgspec.Struct, frozen=True):
     """A stored message. In JSON, `data` and `hdrs` are Base64."""
 
     subject: str
@@ -56,15 +56,15 @@ class _Found(msgspec.Struct, frozen=True):
     hdrs: bytes = b""
 
 
-class _FoundError(msgspec.Struct, frozen=True):
+class _GetError(msgspec.Struct, frozen=True):
     code: int = 0
     err_code: int = 0
     description: str = ""
 
 
 class _GetAnswer(msgspec.Struct, frozen=True):
-    message: _Found | None = None
-    error: _FoundError | None = None
+    message: _StoredMessage | None = None
+    error: _GetError | None = None
 
 
 class _Purged(msgspec.Struct, frozen=True):
@@ -110,52 +110,56 @@ class StoredMessages:
         direct get, or the server is starting. In none of these cases does it follow that there is
         no message; the JetStream API distinguishes them.
         """
-        found = await self.ask_leader(stream, {"last_by_subj": subject})
-        if found is None:
+        message = await self.request_from_leader(stream, {"last_by_subj": subject})
+        if message is None:
             return None
-        headers = await self._link.client._process_headers(found.hdrs) if found.hdrs else {}
-        return Stored(found.data, found.seq, headers or {})
+        headers = await self._link.client._process_headers(message.hdrs) if message.hdrs else {}
+        return Stored(message.data, message.seq, headers or {})
 
-    async def ask_leader(self, stream: str, which: dict[str, object]) -> _Found | None:
+    async def request_from_leader(
+        self, stream: str, query: dict[str, object]
+    ) -> _StoredMessage | None:
         """Request a stored message from the stream's leader. Returns: None if there is none.
 
         Raises: nats.errors.Error: the server does not answer, or is not ready.
         """
         message = await self._link.client.request(
-            f"$JS.API.STREAM.MSG.GET.{stream}", _json.encode(which), timeout=self._link.timeout_s
+            f"$JS.API.STREAM.MSG.GET.{stream}", _json.encode(query), timeout=self._link.timeout_s
         )
         answer = _get_answer.decode(message.data)
         if answer.error is not None:
-            if answer.error.code == _NOT_THERE:
+            if answer.error.code == _NOT_FOUND_CODE:
                 return None
             raise APIError.from_error(msgspec.json.decode(message.data)["error"])
         return answer.message
 
     async def get_all(
-        self, stream: str, subjects: Sequence[str], *, are_there: bool = False
+        self, stream: str, subjects: Sequence[str], *, must_exist: bool = False
     ) -> dict[str, Stored]:
         """Return the newest stored message of each subject that has one; see `get`.
 
         Args:   subjects: without wildcards.
-                are_there: whether all of them are known to be stored. If so, missing ones are
+                must_exist: whether all of them are known to be stored. If so, missing ones are
                     requested again for as long as a server may lag.
         Raises: nats.errors.Error: the server does not answer, or is not ready.
         """
-        found = await self._get_all_once(stream, subjects)
+        messages = await self._get_all_once(stream, subjects)
         sure_at_s = time.monotonic() + self._link.lag_s
-        while are_there and len(found) < len(subjects) and time.monotonic() < sure_at_s:
+        while must_exist and len(messages) < len(subjects) and time.monotonic() < sure_at_s:
             await asyncio.sleep(_LAG_PAUSE_S)
-            found = await self._get_all_once(stream, subjects)
-        return found
+            messages = await self._get_all_once(stream, subjects)
+        return messages
 
     async def _get_all_once(self, stream: str, subjects: Sequence[str]) -> dict[str, Stored]:
         if len(subjects) == 1:
             only = await self.get(stream, subjects[0])
             return {} if only is None else {subjects[0]: only}
         if self._link.replicas > 1:
-            each_one = await asyncio.gather(*(self.get(stream, each) for each in subjects))
-            return {s: one for s, one in zip(subjects, each_one, strict=True) if one is not None}
-        found: dict[str, Stored] = {}
+            newest = await asyncio.gather(*(self.get(stream, subject) for subject in subjects))
+            return {
+                s: stored for s, stored in zip(subjects, newest, strict=True) if stored is not None
+            }
+        results: dict[str, Stored] = {}
         try:
             *messages, end = await self._link.client.request_many(
                 f"$JS.API.DIRECT.GET.{stream}",
@@ -166,17 +170,17 @@ class StoredMessages:
             messages, end = [], None
         for message in messages:
             headers = dict(message.headers or {})
-            found[headers["Nats-Subject"]] = Stored(
+            results[headers["Nats-Subject"]] = Stored(
                 message.data, int(headers["Nats-Sequence"]), headers
             )
         status = {} if end is None else end.headers or {}
         if status.get("Status") == _NOT_FOUND or status.get("Nats-Num-Pending") == "0":
-            return found
+            return results
         # The messages do not fit in one answer, or no server answered.
         for subject in subjects:
-            if subject not in found and (one := await self.get(stream, subject)):
-                found[subject] = one
-        return found
+            if subject not in results and (stored := await self.get(stream, subject)):
+                results[subject] = stored
+        return results
 
     async def delete(self, stream: str, subject: str) -> None:
         """Drop the stored messages of a subject.
@@ -202,7 +206,7 @@ class StoredMessages:
         config = api.ConsumerConfig(deliver_policy=api.DeliverPolicy.ALL, headers_only=True)
         async with aclosing(ordered(self._link, stream, subject, config)) as messages:
             async for message in messages:
-                _, stored_s = place(message)
+                _, stored_s = position_of(message)
                 if stored_s >= time_s:
                     return
                 yield message.subject

@@ -20,7 +20,7 @@ from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.contract.state_rank import StageState, TakeSnapshot
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import error_boundary
-from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combine_checksums
 from phaseloom.statemgr.disk.disk import copy
 from phaseloom.statemgr.disk.files import NEVER
 from phaseloom.statemgr.node.background import Background
@@ -203,7 +203,7 @@ class StagedState:
 
     @property
     def digest(self) -> str:
-        return combined(self.checksums)
+        return combine_checksums(self.checksums)
 
 
 def check(key: DeploymentKey, states: Sequence[StagedState]) -> None:

@@ -33,7 +33,7 @@ import msgspec
 
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.state_agent import DiskMethod, DiskPath
-from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combine_checksums
 from phaseloom.common.tensors.hugepages import make_huge
 from phaseloom.statemgr.disk.statefile import check_blocks, encode_header, layout_of
 from phaseloom.statemgr.records.stateheader import Place, StateHeader
@@ -267,7 +267,7 @@ def _write_part(
 
     checking, moving = (_NUM_CHECKING, take), (DEPTH, put)
     blocks = b"".join(_in_two_steps(part.num_bytes, BLOCK_BYTES, checking, moving, cancelled))
-    if part.digest and combined(blocks) != part.digest:
+    if part.digest and combine_checksums(blocks) != part.digest:
         raise place.loss("the host copy is not what its digest says", 0, part.num_bytes)
     return blocks
 

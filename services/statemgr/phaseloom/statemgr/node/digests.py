@@ -20,7 +20,7 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.tensors.blockhash import (
     BLOCK_BYTES,
     checksum,
-    combined,
+    combine_checksums,
     digest_in_threads,
     digest_of,
 )
@@ -93,7 +93,7 @@ class Digests:
         try:
             checksums = await asyncio.to_thread(checksums_of, memory, self._stopped)
             # Some checksums are missing if it was stopped.
-            digest = "" if self._stopped.is_set() else combined(checksums)
+            digest = "" if self._stopped.is_set() else combine_checksums(checksums)
             # Ignore it if the rank is lost, or if a write to disk digested the copy, which was
             # then loaded and copied out again.
             is_same = rank.is_dirty and copy.num_writes == begun

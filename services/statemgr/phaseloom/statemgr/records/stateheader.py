@@ -11,7 +11,7 @@ import xxhash
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_layout import TensorSlot
-from phaseloom.common.tensors.blockhash import CHECKSUM_BYTES, combined
+from phaseloom.common.tensors.blockhash import CHECKSUM_BYTES, combine_checksums
 from phaseloom.common.tensors.safetensors import Entry
 
 MAX_HEADER_BYTES = 64 * 1024 * 1024
@@ -83,7 +83,7 @@ class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
         Args: blocks: the checksums of the blocks of each part.
         """
         parts = [
-            msgspec.structs.replace(part, digest=combined(checksums), blocks=checksums)
+            msgspec.structs.replace(part, digest=combine_checksums(checksums), blocks=checksums)
             for part, checksums in zip(self.parts, blocks, strict=True)
         ]
         return msgspec.structs.replace(self, block_bytes=block_bytes, parts=parts)

@@ -258,7 +258,7 @@ async def with_payloads(bus: Bus, share: RunShare) -> RunShare:
     keys = [each.operation for each in share.operations]
     stream = ops_stream(keys[0].tenant)
     subjects = [op_subject(key) for key in keys]
-    read = partial(bus.stored.get_all, stream, subjects, are_there=True)
+    read = partial(bus.stored.get_all, stream, subjects, must_exist=True)
     stored = await until_done(read, "read payloads")
     operations = []
     for key, subject in zip(keys, subjects, strict=True):

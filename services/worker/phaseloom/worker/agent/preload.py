@@ -35,7 +35,7 @@ modules that architectures have in common."""
 
 def preload(backends: Sequence[str]) -> None:
     """Import these backends' runtimes, for every process that is forked afterwards."""
-    config.hand_down(*QUIET_CHECK)
+    config.set_for_children(*QUIET_CHECK)
     # Nothing of this is garbage: looking for some takes a fifth of the time.
     gc.disable()
     importlib.import_module("phaseloom.worker.rank.process")

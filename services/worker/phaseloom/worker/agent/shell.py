@@ -232,7 +232,7 @@ class Agent:
             traceparent = (message.headers or {}).get("traceparent", "")
             command = Permits(command.id, command.node, command.revision, [command], [traceparent])
         if self._mark is not None:
-            self._mark.saw(command.id.sequence)
+            self._mark.record(command.id.sequence)
         fresh = self._take_fresh(command) if command.revision == self._revision else None
         if fresh is None:
             log.info(

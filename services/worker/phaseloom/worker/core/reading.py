@@ -23,9 +23,9 @@ from phaseloom.common.tensors.resharding import (
     Tensor,
     Use,
     byte_rows,
-    fetches,
     holding_of,
     item_bytes,
+    plan_fetches,
     tensors_of,
 )
 from phaseloom.common.tensors.tensortable import TensorTable
@@ -77,7 +77,9 @@ def needs(manifest: VersionParts, reader: Reader) -> Needs:
     for table in tables:
         _check_same_model(table, reader)
     names = [part.part for part in manifest.parts]
-    planned = fetches(reader.tensors, [holding_of(table) for table in tables], reader.held_here)
+    planned = plan_fetches(
+        reader.tensors, [holding_of(table) for table in tables], reader.held_here
+    )
     whole_parts: dict[str, list[Fetch]] = {}
     slices: list[Slice] = []
     sliced: list[Fetch] = []
@@ -100,7 +102,7 @@ def fetches_of_whole(reader: Reader) -> list[Fetch]:
     whole = {
         name: Box((0,) * len(tensor.shape), tensor.shape) for name, tensor in reader.tensors.items()
     }
-    return fetches(reader.tensors, [whole], {reader.rank: reader.holdings[reader.rank]})
+    return plan_fetches(reader.tensors, [whole], {reader.rank: reader.holdings[reader.rank]})
 
 
 def from_part(tensors: Sequence[TensorSlot], wanted: Sequence[Fetch], reader: Reader) -> Runs:
@@ -161,7 +163,7 @@ def _runs(
         (start, tuple(there.shape)),
         (use.start, tuple(here.shape)),
     )
-    return [rows.moved(there.offset, here.offset) for rows in found]
+    return [rows.shifted(there.offset, here.offset) for rows in found]
 
 
 def _heap(reader: Reader) -> dict[str, TensorSlot]:

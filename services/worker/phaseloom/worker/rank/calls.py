@@ -16,7 +16,7 @@ from phaseloom.common.contract.events import StepRun
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.kinds import KINDS, Kind
 from phaseloom.common.contract.operations import Generate, Operation, Result
-from phaseloom.common.observability.substages import of_replicas
+from phaseloom.common.observability.substages import combine_replicas
 from phaseloom.worker.backends.base import Version
 from phaseloom.worker.rank.wire import Payload, RunShare
 
@@ -74,7 +74,7 @@ class Call:
     @property
     def steps(self) -> list[StepRun]:
         """As in `OperationFinished`."""
-        return of_replicas([runs for _, runs in sorted(self._runs.items())])
+        return combine_replicas([runs for _, runs in sorted(self._runs.items())])
 
     def note_steps(self, replica: int, runs: list[StepRun]) -> None:
         """Note the steps of a replica, behind those that it took before."""

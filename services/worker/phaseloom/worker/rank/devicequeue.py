@@ -30,7 +30,7 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import Batching
 from phaseloom.common.contract.state_rank import Failed
-from phaseloom.common.tensors.layouts import coordinates, speakers
+from phaseloom.common.tensors.layouts import coordinates, reporting_ranks
 from phaseloom.worker.core.permits import Cancelled
 from phaseloom.worker.rank.calls import Call, Clocks, requests_of, share_of, share_of_rest
 from phaseloom.worker.rank.executor import Executor, NotNow, Refused, not_had
@@ -385,7 +385,7 @@ class DeviceQueue:
 
     def _note_steps(self, call: Call, rank: int, runs: list[StepRun]) -> None:
         layout = self._executor.settings.spec.layout
-        if rank in speakers(layout):
+        if rank in reporting_ranks(layout):
             call.note_steps(coordinates(rank, layout).dp, runs)
 
     async def _generate_and_gather(

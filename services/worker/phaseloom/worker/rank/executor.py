@@ -26,7 +26,7 @@ from phaseloom.common.contract.operations import (
     kind_of,
 )
 from phaseloom.common.contract.state_layout import Role, TensorSlot
-from phaseloom.common.tensors.layouts import merge, runs_of, split, split_shared
+from phaseloom.common.tensors.layouts import item_ranges, merge, split, split_shared
 from phaseloom.worker.backends.base import (
     AdapterVersion,
     Backend,
@@ -179,7 +179,7 @@ class Executor:
             place = replicas.index(self.settings.rank)
             runs = kind_for(requests[0]).runs(requests, len(replicas), place)
         else:
-            runs = runs_of(requests, self.settings.spec.layout, self.settings.rank)
+            runs = item_ranges(requests, self.settings.spec.layout, self.settings.rank)
         return [run.start for run in runs]
 
     def compute(self, args: Args, version: Version | None = None) -> Result:

@@ -154,7 +154,7 @@ class Leader:
         if lost:
             subjects = [streams.op_subject(operations[i]) for i in lost]
             stream = streams.ops_stream(self.settings.deployment.tenant)
-            again = await get_all(self.bus, stream, subjects, are_there=True)
+            again = await get_all(self.bus, stream, subjects, must_exist=True)
             for i, found in zip(lost, again, strict=True):
                 payloads[i] = found
         traceparents = given.traceparents or [""] * len(operations)

@@ -169,7 +169,7 @@ class Outcomes:
                 "store an outcome",
             )
         except AlreadyStored:
-            (stored,) = await get_all(self.bus, streams.DONE, [subject], are_there=True)
+            (stored,) = await get_all(self.bus, streams.DONE, [subject], must_exist=True)
             first = decoded(stored)
             # Our own, where only the acknowledgement was lost.
             return completion, None if first == completion else first
@@ -242,13 +242,13 @@ class Outcomes:
 
 
 async def get_all(
-    bus: Bus, stream: str, subjects: list[str], *, are_there: bool = False
+    bus: Bus, stream: str, subjects: list[str], *, must_exist: bool = False
 ) -> list[Stored | None]:
     """The messages stored under these subjects, in their order; None where a subject has none.
 
-    Args: are_there: as of `Bus.stored.get_all`.
+    Args: must_exist: as of `Bus.stored.get_all`.
     """
-    read = partial(bus.stored.get_all, stream, subjects, are_there=are_there)
+    read = partial(bus.stored.get_all, stream, subjects, must_exist=must_exist)
     stored = await until_done(read, f"read {stream}")
     return [stored.get(subject) for subject in subjects]
 

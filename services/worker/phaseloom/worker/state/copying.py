@@ -22,7 +22,7 @@ import xxhash
 from phaseloom.common.contract.errors import InternalError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import TensorSlot
-from phaseloom.common.tensors.blockhash import BLOCK_BYTES, combined, each_part
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, combine_checksums, map_parts
 from phaseloom.common.tensors.hugepages import make_huge, map_file
 from phaseloom.common.tensors.resharding import Rows
 from phaseloom.common.transport.framing import close_fds
@@ -154,7 +154,7 @@ def _move(source_address: int, target_address: int, num_bytes: int) -> None:
     def part(start: int, end: int) -> None:
         ctypes.memmove(target_address + start, source_address + start, end - start)
 
-    each_part(num_bytes, _PART_BYTES, part)
+    map_parts(num_bytes, _PART_BYTES, part)
 
 
 def copy_hashed(source: memoryview, target: memoryview) -> str:
@@ -174,7 +174,7 @@ def copy_hashed(source: memoryview, target: memoryview) -> str:
                 ctypes.memmove(target_address + at, source_address + at, num_bytes)
         return bytes(taken.digest())
 
-    return combined(b"".join(each_part(len(source), BLOCK_BYTES, block)))
+    return combine_checksums(b"".join(map_parts(len(source), BLOCK_BYTES, block)))
 
 
 def _address(view: memoryview) -> int:
@@ -206,7 +206,7 @@ def gather(target: memoryview, heap: memoryview, pairs: list[tuple[TensorSlot, T
                     ctypes.memmove(address + first, heap_address + first + shift, last - first)
         return bytes(taken.digest())
 
-    return combined(b"".join(each_part(len(target), BLOCK_BYTES, block)))
+    return combine_checksums(b"".join(map_parts(len(target), BLOCK_BYTES, block)))
 
 
 def _tiles(pairs: list[tuple[TensorSlot, TensorSlot]], num_bytes: int) -> Iterator[_Tile]:
@@ -285,7 +285,7 @@ def copy_rows(source: memoryview, target: memoryview, every: Iterable[Rows]) -> 
                     start, to = source_address + rows.source, target_address + rows.target
                     ctypes.memmove(to, start, rows.num_bytes)
 
-    each_part(len(batches), 1, move)
+    map_parts(len(batches), 1, move)
 
 
 def _copy_rows(source: memoryview, target: memoryview, rows: Rows) -> None:
@@ -316,7 +316,7 @@ def _pieces(rows: Rows) -> Iterator[Rows]:
     if 0 < rows.num_bytes <= _BATCH_BYTES:
         each = _BATCH_BYTES // rows.num_bytes
         for first in range(0, rows.num_rows, each):
-            yield rows.some(first, min(each, rows.num_rows - first))
+            yield rows.subset(first, min(each, rows.num_rows - first))
         return
     for start, to, num_bytes in rows.runs():
         for at in range(0, num_bytes, _BATCH_BYTES):

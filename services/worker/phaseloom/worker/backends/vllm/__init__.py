@@ -24,4 +24,4 @@ _ENVIRONMENT: Final = {
 }
 
 for _name, _value in _ENVIRONMENT.items():
-    config.hand_down(_name, _value)
+    config.set_for_children(_name, _value)

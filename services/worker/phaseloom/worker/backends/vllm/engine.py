@@ -32,7 +32,7 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
 from phaseloom.common.contract.errors import CallerError, Code
-from phaseloom.common.process.config import hand_down
+from phaseloom.common.process.config import set_for_children
 from phaseloom.worker.backends.vllm.adapters import AddedParts, ByWeight
 from phaseloom.worker.backends.vllm.draws import KEY, Draw, Draws
 from phaseloom.worker.backends.vllm.loader import (
@@ -289,7 +289,7 @@ def plan(settings: Settings, shapes: Shapes) -> Placement:
             raise unsupported(str(error)) from error
     dtype = config.model_config.dtype
     # The worker sets it from the address when it starts, which comes later.
-    hand_down("VLLM_DIST_IDENT", Path(_address()).name)
+    set_for_children("VLLM_DIST_IDENT", Path(_address()).name)
     with set_current_vllm_config(config):
         init_worker_distributed_environment(
             config, dist.get_rank(), _address(), 0, current_platform.dist_backend
