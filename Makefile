@@ -29,11 +29,12 @@ TESTS_client := tests/unit/client tests/unit/examples $(addprefix $(ON),client.p
 	contract_on_mesh.py fuzz.py)
 TESTS_common := tests/unit/common tests/unit/test_*.py $(addprefix $(ON),backup.py bus.py leases.py \
 	lying_store.py natsclient.py natsserver.py power_cuts.py service_stops.py telemetry.py)
-TESTS_loadtest := tests/unit/loadtest $(addprefix $(ON),loadtest.py rawchain.py)
+TESTS_loadtest := $(filter-out %/papers %/__init__.py %/__pycache__,$(wildcard tests/unit/loadtest/*)) \
+	$(addprefix $(ON),loadtest.py rawchain.py)
 TESTS_gateway := tests/unit/gateway tests/integration/gateway
 TESTS_scheduler := tests/unit/scheduler $(wildcard $(ON)scheduler_*.py) $(addprefix $(ON), \
 	live_policies.py recorder.py)
-TESTS_simulator := tests/unit/simulator
+TESTS_simulator := tests/unit/simulator tests/unit/loadtest/papers
 TESTS_statemgr := tests/unit/statemgr $(wildcard $(ON)statemgr*.py)
 TESTS_weights := $(wildcard $(ON)weight_*.py $(ON)weights_*.py $(ON)suspect_versions.py $(ON)slices_*.py) \
 	$(addprefix $(ON),long_tensor_names.py sources_that_differ.py)
@@ -197,9 +198,9 @@ powercuts: $(VENV)/.test
 gpu-check:
 	PYTHONPATH=services/worker $(or $(wildcard $(BIN)/python),$(PYTHON)) -m loadtest.gpu $(ARGS)
 
-## simulate: every scenario of the scheduler's simulator; results in runs/simulate
+## simulate: every figure of the papers, in the scheduler's simulator; results in runs/simulate
 simulate: $(VENV)/.test
-	for name in $(SCENARIOS); do $(BIN)/phaseloom simulate $$name $(ARGS) || exit 1; done
+	for name in $(SCENARIOS); do $(BIN)/python -m loadtest simulate $$name $(ARGS) || exit 1; done
 
 ## console: build the console's page from services/console/web, for those who change it; needs Node
 console:

@@ -34,9 +34,11 @@ from loadtest import (
     state_bench,
     tailbench,
 )
+from loadtest.papers.command import simulate
 from loadtest.records import LATEST, Record, describe, record, write
+from loadtest.stage_predictions import stage_predictions
 from phaseloom.cli.recorder import read_entries
-from phaseloom.simulator.stage_predictions import stage_predictions
+from phaseloom.common.contract.errors import PhaseloomError
 
 app = cyclopts.App(name="loadtest", help=__doc__)
 _RUNS = LATEST.parent
@@ -573,6 +575,9 @@ def runtimes_test(
     Console().print(_table(uvloop.run(measuring).figures))
 
 
+app.command(simulate)
+
+
 @app.command
 def publish() -> None:
     """Copy the measurements into docs/measured, and their tables and picture into docs."""
@@ -602,4 +607,7 @@ def _table(records: list[Record]) -> Table:
 
 
 if __name__ == "__main__":
-    sys.exit(app())
+    try:
+        sys.exit(app())
+    except PhaseloomError as error:
+        sys.exit(str(error))

@@ -21,6 +21,8 @@ from loadtest.gatewaybench import GatewayReport
 from loadtest.hiding import HidingReport
 from loadtest.load import LoadReport
 from loadtest.offpolicy import QUARTERS, OffPolicyReport
+from loadtest.papers.scenarios import SCENARIOS
+from loadtest.papers.scenarios.report import markdown, read
 from loadtest.peering import PeerReport
 from loadtest.powercuts import PowerCutsReport
 from loadtest.records import Machine, Records
@@ -29,8 +31,6 @@ from loadtest.servers import ServersReport
 from loadtest.spatial import SpatialReport
 from loadtest.tailbench import TailReport
 from phaseloom.demo.spatial import PolicyFigures
-from phaseloom.simulator.scenarios import SCENARIOS
-from phaseloom.simulator.scenarios.report import markdown, read
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SIMULATED = Path("measured/simulated")

@@ -28,7 +28,7 @@ from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.specs import Residency
 from phaseloom.common.process.slowdowns import read
 from phaseloom.common.transport.bus import Bus
-from phaseloom.simulator.spatial.tables import TWO_CORES_TABLE
+from phaseloom.simulator.tables import TWO_CORES_TABLE
 from tests.support.jobs import Log, Reports, no_barrier, rank_pid, running_mesh, short, tenant
 from tests.support.processes import without_torch
 

@@ -13,7 +13,7 @@ from phaseloom.common.contract.specs import JobSpec, KindSlowdown, Residency, Sl
 from phaseloom.common.process.slowdowns import SUB_STAGES
 from phaseloom.scheduler.core.state.outputs import Output
 from phaseloom.simulator.predictions import Entry
-from phaseloom.simulator.spatial.rerun import Window
+from phaseloom.simulator.rerun import Window
 from tests.support.world import CONFIG, STATE_BYTES, TENANT, World, node_up, spec
 
 ON_A_HALF, BESIDE = 1.5, 1.2

@@ -17,6 +17,7 @@ from rich.console import Console
 from phaseloom.cli.main import _CHECKPOINT_COMMANDS, _COMMANDS, _MODEL_COMMANDS, application
 from tests.support.processes import descendant_pids
 
+WORKLOAD = Path(__file__).parents[3] / "loadtest/papers/data/Mixed_seed0_nodesA.csv"
 _HEAVY = {
     "aiofiles",
     "cryptography",
@@ -119,7 +120,8 @@ def test_error_of_phaseloom_ends_with_code_1_in_one_line(tmp_path: Path) -> None
     ("arguments", "what"),
     [
         (("accounts", "/proc/x", "t", "--url", "nats://h:1"), "No such file or directory"),
-        (("simulate", "plexrl-hrrs", "--out", "/proc/x"), "No such file or directory"),
+        (("simulate", "--workload", "jobs.csv", "--out", "/proc/x"), "No such file or directory"),
+        (("simulate", "plexrl-hrrs"), "python -m loadtest simulate plexrl-hrrs"),
         (("model", "convert", "/proc/x"), "/proc/x cannot be made"),
         (("demo", "--steps", "0"), "0 steps train nothing"),
     ],
@@ -136,7 +138,7 @@ def test_what_cannot_be_written_or_run_is_said_in_one_line(
 
 def test_ctrl_c_ends_a_simulation_at_once(tmp_path: Path) -> None:
     """It went on until the runs under way had ended, which take up to minutes."""
-    words = ["simulate", "weave-fig15", "--bound", "none", "--processes", "2"]
+    words = ["simulate", "--workload", str(WORKLOAD), "--processes", "2"]
     command = [sys.executable, "-m", "phaseloom.cli.main", *words, "--out", str(tmp_path)]
     pipe = subprocess.PIPE
     running = subprocess.Popen(command, stderr=pipe, text=True, start_new_session=True)

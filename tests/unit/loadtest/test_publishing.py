@@ -7,6 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from loadtest.papers.scenarios import SCENARIOS
+from loadtest.papers.scenarios.report import markdown, read
 from loadtest.publishing import (
     DOCS,
     PUBLISHED,
@@ -19,8 +21,6 @@ from loadtest.publishing import (
 from loadtest.records import Record, describe, record
 from loadtest.spatial import SpatialReport
 from phaseloom.demo.spatial import SpatialRun, SpatialSummary, summarize
-from phaseloom.simulator.scenarios import SCENARIOS
-from phaseloom.simulator.scenarios.report import markdown, read
 
 
 def test_table_takes_the_place_between_its_markers() -> None:

@@ -24,7 +24,7 @@ from phaseloom.scheduler.core.planning.weave.company import Guest, slowdown_besi
 from phaseloom.scheduler.core.policies.registry import PLACEMENT
 from phaseloom.scheduler.core.policies.sharing_view import rollouts_beside
 from phaseloom.scheduler.core.state.cluster import Demand, Host, Need, Placed
-from phaseloom.simulator.spatial.tables import PAPER_TABLE, TWO_CORES_TABLE
+from phaseloom.simulator.tables import PAPER_TABLE, TWO_CORES_TABLE
 from tests.support.world import CONFIG, STATE_BYTES, TENANT, World, node_up, spec
 from tests.unit.scheduler.weave_cluster import empty, job, keep, pin
 

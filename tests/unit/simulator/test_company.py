@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from loadtest.papers.scenarios.weave_company import table_of as device_table
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.specs import KindSlowdown, SlowdownTable
 from phaseloom.common.process.slowdowns import SUB_STAGES
@@ -19,7 +20,6 @@ from phaseloom.simulator.engine import simulate
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Take
 from phaseloom.simulator.metrics import Result
 from phaseloom.simulator.nodes import PoolSpec
-from phaseloom.simulator.scenarios.weave_company import table_of as device_table
 from tests.unit.simulator.builders import config
 
 GB = 10**9

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from loadtest.papers.scenarios import SCENARIOS
 from phaseloom.cli.meshconfig import MeshConfig
 from phaseloom.cli.up import with_policies
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.scheduler.core.policies.registry import ORDERING, PLACEMENT
+from phaseloom.simulator.comparison.clusters import config, pools
+from phaseloom.simulator.comparison.workloadfile import COLUMNS, parse
 from phaseloom.simulator.engine import simulate
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob
-from phaseloom.simulator.scenarios import SCENARIOS
-from phaseloom.simulator.scenarios.common import config, pools
-from phaseloom.simulator.workloads.table import COLUMNS, parse
 
 DOCS = Path(__file__).parents[3] / "docs"
 POLICIES = (DOCS / "scheduling.md").read_text()

@@ -6,7 +6,7 @@ import pytest
 
 from phaseloom.common.contract.specs import KindSlowdown, SlowdownTable
 from phaseloom.common.process.slowdowns import SUB_STAGES
-from phaseloom.simulator.spatial.rerun import makespan_s
+from phaseloom.simulator.rerun import makespan_s
 from tests.support.byturns import BESIDE, ON_A_HALF, ROLL_OUT, TABLE, THINKS_S, TRAIN, by_turns
 
 

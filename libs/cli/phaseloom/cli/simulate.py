@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from phaseloom.common.contract.errors import CallerError
+
+if TYPE_CHECKING:
+    from phaseloom.simulator.comparison.cases import Options
+    from phaseloom.simulator.comparison.report import Report
+
+    OptionsT = TypeVar("OptionsT", bound=Options)
 
 FILE_WIDTH = 240
 """Characters in a line of a table that is written to a file or a pipe."""
@@ -21,80 +28,71 @@ def simulate(
     policy: tuple[str, ...] = (),
     seed: tuple[int, ...] = (),
     workload: Path | None = None,
-    virtual_cluster: tuple[str, ...] = (),
-    start_h: float | None = None,
-    slowdowns: Path | None = None,
-    bound: Literal["none", "solo", "regrouping"] = "regrouping",
     out: Path = Path("runs/simulate"),
     processes: int = 0,
 ) -> None:
-    """Reproduce a figure, or try a workload of your own. Without a scenario, list the scenarios.
+    """Compare placement policies on a workload of your own.
 
-    The table is printed, and SCENARIO.json and SCENARIO.png are written to a folder.
+    The table is printed, and workload.json and workload.png are written to a folder.
 
     Parameters
     ----------
     scenario
-        Name of the scenario to run.
+        Name of a figure of a paper. Answers with the command that runs it in a clone.
     policy
-        Run this policy only; may be given several times.
+        Run this placement policy only; may be given several times.
     seed
-        Run with this seed instead of the scenario's own; may be given several times.
+        Run with this seed instead of 0; may be given several times.
     workload
-        CSV file to run instead of the scenario's workloads; its columns are in docs/simulator.md.
-    virtual_cluster
-        With `philly`: take only the jobs of this cluster; may be given several times.
-    start_h
-        With `philly`: the hour at which the window of 580 hours begins.
-    slowdowns
-        With `jigsaw-*`: JSON file with a table of slowdowns instead of the paper's.
-    bound
-        With `weave-fig15` and `weave-drift`: the cost's yardstick. `regrouping` searches for the
-        optimum of the jobs that were present, for some minutes where they are many; `solo` for
-        that of jobs that each stay for as long as they would alone; `none` for nothing.
+        CSV file with one job a line; docs/simulator.md describes its columns.
     out
         Folder for the results.
     processes
-        How many runs go on at once; 0: one on each core.
+        Number of runs at once; 0: one on each core.
     """
-    from phaseloom.simulator.scenarios import SCENARIOS
-    from phaseloom.simulator.scenarios.report import table, targets_table, write
-    from phaseloom.simulator.scenarios.scenario import Bound, Options
+    from phaseloom.simulator.comparison import workload as comparison
+    from phaseloom.simulator.comparison.cases import Options
 
+    if scenario:
+        raise CallerError(
+            f"scenario {scenario!r} is not a part of the installed product",
+            field="scenario",
+            remedy=f"run `python -m loadtest simulate {scenario}` in a clone of the repository, or "
+            "name a workload of your own with --workload",
+        )
+    options = Options(policy, seed, workload, processes)
+    run_and_show("workload", comparison.compare, comparison.draw, options, out)
+
+
+def run_and_show(
+    name: str,
+    run: Callable[[OptionsT], Report],
+    draw: Callable[[Report, Path], None],
+    options: OptionsT,
+    out: Path,
+) -> Report:
+    """Run a comparison with a progress bar, write its JSON and its picture, and print its table."""
+    from phaseloom.simulator.comparison.report import table, write
+
+    options.check()
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = FILE_WIDTH
-    if not scenario:
-        for name, found in SCENARIOS.items():
-            console.print(f"{name:15} {found.about}")
-        return
-    if scenario not in SCENARIOS:
-        raise CallerError(
-            f"scenario {scenario!r} is not known",
-            field="scenario",
-            remedy=f"one of {', '.join(SCENARIOS)}",
-        )
-    chosen = SCENARIOS[scenario]
-    options = Options(
-        policy, seed, workload, virtual_cluster, start_h, slowdowns, Bound(bound), processes
-    )
-    chosen.check(scenario, options)
     out.mkdir(parents=True, exist_ok=True)  # before the minutes that some take
     with _bar(console) as progress:
-        task = progress.add_task(scenario, total=None, what="")
+        task = progress.add_task(name, total=None, what="")
 
         def advance(what: str, done: int, total: int) -> None:
             progress.update(task, completed=done, total=total, what=what)
             if not console.is_terminal:
                 console.print(f"{done}/{total} {what}")
 
-        report = chosen.run(replace(options, advance=advance))
+        report = run(replace(options, advance=advance))
     path = write(report, out)
-    chosen.draw(report, path.with_suffix(".png"))
+    draw(report, path.with_suffix(".png"))
     console.print(table(report))
-    if report.targets:
-        console.print(targets_table(report))
     console.print(f"wrote {path} and {path.with_suffix('.png')}")
+    return report
 
 
 def _bar(console: Console) -> Progress:

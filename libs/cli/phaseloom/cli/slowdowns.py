@@ -70,7 +70,7 @@ def measure_slowdown(
     """Measure how much slower each kind of work is with a share of a device, and beside another.
 
     It takes about 20 seconds a round on two cores; let nothing else run meanwhile. The file is what
-    `phaseloom up --slowdowns` takes, and `phaseloom simulate jigsaw-... --slowdowns`.
+    `phaseloom up --slowdowns` takes, and `python -m loadtest simulate jigsaw-... --slowdowns`.
 
     Parameters
     ----------

@@ -39,7 +39,7 @@ from phaseloom.demo.progress import Progress
 from phaseloom.demo.report import AloneRun, JobResult, RunLog, Summary, read_log, summarize
 from phaseloom.demo.timeline import write_timeline
 from phaseloom.simulator.predictions import accuracy, durations, predictions
-from phaseloom.simulator.spatial.tables import TWO_CORES_TABLE
+from phaseloom.simulator.tables import TWO_CORES_TABLE
 
 TASKS = ("chain_sum", "letter_counting")
 TENANT = "demo"

@@ -5,7 +5,7 @@ rounds: `off` (the device is shared in time alone), `static` (a core for each jo
 are asked for. Each run has a mesh of its own in `runs/<id>/round-<n>-<policy>/`, with its timeline,
 in which one sees who had how many cores when. `summary.json` has the medians of the rounds, and
 every run. Each run is also predicted, from the run by turns of its round and the table of slowdowns
-(`simulator.spatial.rerun`).
+(`simulator.rerun`).
 
 A setting says which jobs they are and how much memory the device has: jobs that always have work,
 jobs that wait for tools, a device without memory for both trainings at once, and a table by which
@@ -30,8 +30,8 @@ from phaseloom.common.observability.intervals import Interval, intersect, merge,
 from phaseloom.demo.controllers import ControllerSpec
 from phaseloom.demo.report import JobResult, RunLog
 from phaseloom.scheduler.core.policies.registry import MULTIPLEXING
-from phaseloom.simulator.spatial.rerun import makespan_s
-from phaseloom.simulator.spatial.tables import PAPER_TABLE, TWO_CORES_TABLE
+from phaseloom.simulator.rerun import makespan_s
+from phaseloom.simulator.tables import PAPER_TABLE, TWO_CORES_TABLE
 
 POOL = "train"
 NUM_CORES = 2

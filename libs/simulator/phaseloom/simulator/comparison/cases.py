@@ -1,0 +1,153 @@
+"""The runs of a comparison, spread over processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar
+
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.process import diewithparent
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run of a comparison: a function at module level, and its arguments."""
+
+    name: str
+    run: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+Advance = Callable[[str, int, int], None]
+"""Called with the name of the run that has just ended, or the progress of a long one, the number of
+ended runs, and the number of all; it draws the progress bar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The choices of the command line; an empty one leaves the scenario's own."""
+
+    policies: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()
+    workload: Path | None = None
+    processes: int = 0
+    """The number of runs at once; 0: one on each core."""
+    advance: Advance = lambda what, done, total: None
+
+    def check(self) -> None:
+        """Raises: CallerError: the number of processes is negative."""
+        if self.processes < 0:
+            raise CallerError(
+                f"{self.processes} processes run nothing",
+                field="processes",
+                remedy="give 1 or more, or 0 for one on each core",
+            )
+
+    def policies_of(self, known: Iterable[str]) -> tuple[str, ...]:
+        """The policies that were asked for; all of them where none was.
+
+        Raises: CallerError: a policy is not known.
+        """
+        known = tuple(known)
+        for policy in self.policies:
+            if policy not in known:
+                raise CallerError(
+                    f"{policy!r} is not known to this scenario",
+                    field="policy",
+                    remedy=f"one of {', '.join(known)}",
+                )
+        return self.policies or known
+
+    def run_cases(self, cases: Sequence[Case]) -> list[Any]:
+        """Run all cases; their results are in the order of the cases."""
+        processes = self.processes or os.cpu_count() or 1
+        results: dict[int, Any] = {}
+
+        def told(what: str) -> None:
+            self.advance(what, len(results), len(cases))
+
+        for index, result in _results(cases, processes, told):
+            results[index] = result
+            told(cases[index].name)
+        return [results[index] for index in range(len(cases))]
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+_TELL_S = 5.0
+"""Seconds between two messages of a long run about its progress."""
+
+
+class Telling:
+    """Reports the progress of a run, at most once in `_TELL_S`: there may be thousands of calls.
+
+    The caller of `Options.run_cases` gets the reports, also those of other processes.
+    """
+
+    told: ClassVar[Callable[[str], None]] = staticmethod(lambda what: None)
+
+    def __init__(self, name: str, every_s: float = _TELL_S) -> None:
+        self._name = name
+        self._every_s = every_s
+        self._next_s = time.monotonic() + every_s
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + self._every_s
+            Telling.told(f"{self._name} {done}/{total}")
+
+
+def _results(
+    cases: Sequence[Case], processes: int, told: Callable[[str], None]
+) -> Iterator[tuple[int, Any]]:
+    if processes == 1 or len(cases) == 1:
+        _begin(told)
+        for index, case in enumerate(cases):
+            yield index, case.run(*case.arguments)
+        return
+    # Processes are spawned, since a fork of a process with threads may hang.
+    context = multiprocessing.get_context("spawn")
+    with (
+        _heard(context.SimpleQueue(), told) as put,
+        ProcessPoolExecutor(processes, context, _begin, (put, os.getpid())) as pool,
+    ):
+        futures = {pool.submit(case.run, *case.arguments): i for i, case in enumerate(cases)}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():  # a run takes up to minutes
+                process.terminate()
+            raise
+
+
+def _begin(told: Callable[[str], None], parent_pid: int = 0) -> None:
+    """Begin in this process. Args: parent_pid: the process that this one ends with; 0: none."""
+    Telling.told = staticmethod(told)
+    if parent_pid:
+        diewithparent.arm(parent_pid)
+
+
+@contextmanager
+def _heard(queue: Any, told: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+    """A function with which other processes call `told` here."""
+
+    def hear() -> None:
+        while (what := queue.get()) is not None:
+            told(what)
+
+    hearing = Thread(target=hear, daemon=True)
+    hearing.start()
+    yield queue.put
+    # After a failure the thread is left waiting: a process that was ended may hold the queue.
+    queue.put(None)
+    hearing.join()

@@ -1,0 +1,153 @@
+"""The clusters that jobs are simulated on: prices, sizes, switch times, configurations."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from phaseloom.common.contract.specs import SchedulerConfig
+from phaseloom.simulator.comparison.report import Record
+from phaseloom.simulator.engine import simulate
+from phaseloom.simulator.jobs import ROLLOUT, TRAIN, SimJob
+from phaseloom.simulator.metrics import Result
+from phaseloom.simulator.nodes import PoolSpec
+
+PRICES = {ROLLOUT: 14.80, TRAIN: 42.24}
+"""The dollars an hour of a node of eight GPUs: H20 at 1.85, H800 at 5.28 (WEAVE Table 1)."""
+HOST_BYTES = 2 * 10**12
+"""The host memory of a node (WEAVE Table 1)."""
+
+
+class Switching(msgspec.Struct, frozen=True):
+    """The times of switches and moves, in seconds."""
+
+    phase_s: float = 0.0
+    """The time of a switch on a node: offload and load together."""
+    move_s: float = 0.0
+    """The time to stop a job on its nodes and go on with it elsewhere."""
+
+
+SWITCHING = Switching(phase_s=5.0, move_s=308.0)
+"""The cost of switching. A switch of a phase takes 2 s in WEAVE Table 4 and 2.5 to 9 s in llm-d's
+recording; a move takes 197 to 419 s (WEAVE §6.6)."""
+
+
+def config(placement: str, ordering: str, **settings: float) -> SchedulerConfig:
+    """Return a configuration in which only the policies decide.
+
+    There is no quantum, no idle grace, no speculative switch-in, and there are no seals.
+
+    Args: settings: settings that differ from their defaults.
+    """
+    quiet = SchedulerConfig(
+        placement=placement,
+        ordering=ordering,
+        idle_grace_s=0.0,
+        quantum_s=0.0,
+        seal_every=0,
+        max_losses=50,
+        max_reading=64,
+        phase_hold_s=0.0,
+        speculative_switch_in=False,
+    )
+    return replace(quiet, **settings)
+
+
+def pools(rollout: int, train: int) -> list[PoolSpec]:
+    """Pools with so many nodes each."""
+    return [
+        PoolSpec(ROLLOUT, rollout, PRICES[ROLLOUT], HOST_BYTES),
+        PoolSpec(TRAIN, train, PRICES[TRAIN], HOST_BYTES),
+    ]
+
+
+def ample(jobs: Sequence[SimJob]) -> list[PoolSpec]:
+    """Pools with so many nodes that every job could have its own: provisioning never waits."""
+    return pools(*(sum(job.take(pool).num_nodes for job in jobs) for pool in (ROLLOUT, TRAIN)))
+
+
+def run(
+    jobs: Sequence[SimJob],
+    nodes: Sequence[PoolSpec],
+    settings: SchedulerConfig,
+    seed: int,
+    **options: Any,
+) -> tuple[Result, float]:
+    """Simulate a workload; the result, and the seconds of one core that it took."""
+    with _no_collections():
+        began_s = time.thread_time()
+        result = simulate(jobs, nodes, settings, seed=seed, **options)
+        return result, time.thread_time() - began_s
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Turn off the garbage collector while the block lasts.
+
+    A run makes millions of objects and hardly any cycles; looking for them takes a seventh of its
+    time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def record_of(
+    result: Result, wall_s: float, *, policy: str, seed: int, workload: str = ""
+) -> Record:
+    """The record that every scenario of whole clusters reports."""
+    held_s = sum(pool.held_s for pool in result.pools.values())
+    busy_s = sum(pool.busy_s for pool in result.pools.values())
+    queueing = [job.queueing_delay for job in result.jobs if job.queueing_delay >= 0]
+    return Record(
+        policy=policy,
+        seed=seed,
+        workload=workload,
+        jobs=len(result.jobs),
+        cost_per_hour=result.cost_per_hour,
+        slo_attainment=result.slo_attainment if result.promised else None,
+        slo_iterations=result.iterations_within_slo if result.promised else None,
+        peak_gpus=result.peak_gpus,
+        bubble_ratio=result.bubble_ratio,
+        makespan_s=result.makespan_s,
+        mean_wait_s=result.mean_wait_s,
+        queueing_delay=sum(queueing) / len(queueing) if queueing else None,
+        switches=result.switches,
+        moves=result.moves,
+        utilisation=busy_s / held_s if held_s else None,
+        decision_ms_p50=result.decision_ms(0.5),
+        decision_ms_p99=result.decision_ms(0.99),
+        simulated_in_s=wall_s,
+    )
+
+
+def with_switching(jobs: Sequence[SimJob], switching: Switching) -> list[SimJob]:
+    """The jobs of a table, with the times of switches and moves."""
+    half_s = switching.phase_s / 2
+    return [
+        replace(
+            job,
+            takes={
+                pool: replace(take, load_s=half_s, offload_s=half_s)
+                for pool, take in job.takes.items()
+            },
+            move_s=switching.move_s,
+        )
+        for job in jobs
+    ]
+
+
+def planned_switch_s(jobs: Sequence[SimJob]) -> float:
+    """The time in which a phase of the largest job leaves and another one comes."""
+    takes = [take for job in jobs for take in job.takes.values()]
+    return max(take.offload_s for take in takes) + max(take.load_s for take in takes)

@@ -1,0 +1,99 @@
+"""Pictures of a comparison. matplotlib is imported when one is drawn, with the Agg canvas.
+
+Colours are those of the Okabe-Ito palette, which colour-blind readers can tell apart too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.simulator.comparison.report import Record, groups_of, values
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#F0E442",
+    "#999999",
+    "#000000",
+)
+DOTS_PER_INCH = 130
+
+
+@contextmanager
+def canvas(
+    path: Path, num_panels: int, *, width: float = 5.0, height: float = 3.6, across: bool = True
+) -> Iterator[list[Axes]]:
+    """Panels beside (or above) one another to draw on; they are saved to `path` at the end of the
+    block.
+
+    Raises: CallerError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise CallerError(
+            "matplotlib is not installed",
+            code=Code.FAILED_PRECONDITION,
+            remedy="pip install 'phaseloom[simulator]'",
+        ) from None
+    rows, columns = (1, num_panels) if across else (num_panels, 1)
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    panels: list[Axes] = list(axes.flat)
+    for panel in panels:
+        panel.spines[["top", "right"]].set_visible(False)
+    yield panels
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+def bars(axes: Axes, records: Sequence[Record], name: str, title: str, *, aim: float = 0.0) -> None:
+    """Draw a bar for each policy, grouped by workload: the mean over seeds, with their range.
+
+    Args: aim: the height of a dashed line; 0: there is none.
+    """
+    groups = {key: values(found, name) for key, found in groups_of(records).items()}
+    groups = {key: found for key, found in groups.items() if found}
+    policies = list(dict.fromkeys(policy for _, policy in groups))
+    workloads = list(dict.fromkeys(workload for workload, _ in groups))
+    width = 0.8 / max(1, len(policies))
+    for index, policy in enumerate(policies):
+        places, means, below, above = [], [], [], []
+        for at, workload in enumerate(workloads):
+            found = groups.get((workload, policy))
+            if found:
+                middle = sum(found) / len(found)
+                places.append(at + (index - (len(policies) - 1) / 2) * width)
+                means.append(middle)
+                below.append(middle - min(found))
+                above.append(max(found) - middle)
+        axes.bar(
+            places,
+            means,
+            width * 0.9,
+            yerr=[below, above],
+            capsize=2,
+            label=policy,
+            color=COLOURS[index % len(COLOURS)],
+        )
+    axes.set_xticks(range(len(workloads)), workloads)
+    axes.set_title(title, loc="left", fontsize=10)
+    if aim and policies:
+        axes.axhline(aim, color="#555555", linestyle="--", linewidth=0.8)
+    if policies:
+        legend(axes)
+
+
+def legend(axes: Axes, *args: Any) -> None:
+    """Draw the legend beside the panel, where it hides nothing."""
+    axes.legend(*args, fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -1,0 +1,160 @@
+"""The report of a scenario: records, targets, a table, a JSON file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+
+class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One run: a policy on a workload under a seed. Figures that do not apply are None."""
+
+    policy: str
+    seed: int
+    workload: str = ""
+    jobs: int | None = None
+    cost_per_hour: float | None = None
+    """The mean cost of the nodes that belong to a group over the window, in dollars."""
+    cost_over_optimal: float | None = None
+    """The cost over that of the cheapest strict round robin of the jobs present, regrouped for
+    nothing at every arrival and departure; where that was not found, over a proven lower bound."""
+    optimal_gap: float | None = None
+    """The most that a ratio to a bound can be too high, relative to itself; None: it is exact."""
+    slo_attainment: float | None = None
+    """The share of jobs whose mean iteration is within SLO × their iteration alone."""
+    slo_iterations: float | None = None
+    """The share of single iterations within SLO × their iteration alone."""
+    peak_gpus: int | None = None
+    bubble_ratio: float | None = None
+    """The share of the nodes' time in groups in which nothing runs on them."""
+    makespan_s: float | None = None
+    over_bound: float | None = None
+    """The makespan over the bound that no schedule of the same jobs can beat
+    (`simulator.bounds`)."""
+    over_serial: float | None = None
+    """The throughput over that of the same jobs one after the other on the same devices."""
+    over_rollmux: float | None = None
+    """The throughput over that of rounds in which one job trains while another rolls out."""
+    mean_wait_s: float | None = None
+    """The mean time of an operation from ready to permitted."""
+    queueing_delay: float | None = None
+    """The mean over jobs of (placed - submitted) / time alone."""
+    switches: int | None = None
+    moves: int | None = None
+    utilisation: float | None = None
+    """The share of time in which the shared nodes run operations."""
+    decision_ms_p50: float | None = None
+    decision_ms_p99: float | None = None
+    simulated_in_s: float | None = None
+    """The seconds of one core that the run took."""
+    more: dict[str, float] = {}
+    """Further numbers of this scenario, by name."""
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A figure to reach."""
+
+    what: str
+    value: float
+    limit: float
+    is_reached: bool
+
+
+class Report(msgspec.Struct, frozen=True):
+    scenario: str
+    about: str
+    """A line that says what is simulated, by which rules, after which figure."""
+    parameters: dict[str, Any]
+    records: list[Record]
+    targets: list[Target] = []
+    series: dict[str, Any] = {}
+    """The data of the picture."""
+
+
+def write(report: Report, folder: Path) -> Path:
+    """Write a report to `<folder>/<scenario>.json`; returns the path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{report.scenario}.json"
+    payload = msgspec.json.format(msgspec.json.encode(report), indent=1)
+    path.write_bytes(payload + b"\n")
+    return path
+
+
+def groups_of(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
+    """The records by (workload, policy), in order of appearance."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record.workload, record.policy), []).append(record)
+    return groups
+
+
+def values(records: Iterable[Record], name: str) -> list[float]:
+    """The values of one column, where it applies. Other names are looked up in `more`."""
+    found = (getattr(r, name) if hasattr(r, name) else r.more.get(name) for r in records)
+    return [float(value) for value in found if value is not None]
+
+
+_COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "cost_per_hour": ("$/h", lambda v: f"{v:.0f}"),
+    "cost_over_optimal": ("cost / optimal", lambda v: f"{v:.3f}"),
+    "optimal_gap": ("too high by at most", lambda v: f"{v:.2%}"),
+    "slo_attainment": ("SLO", lambda v: f"{v:.1%}"),
+    "slo_iterations": ("SLO, iterations", lambda v: f"{v:.1%}"),
+    "peak_gpus": ("peak GPUs", lambda v: f"{v:.0f}"),
+    "bubble_ratio": ("bubbles", lambda v: f"{v:.1%}"),
+    "makespan_s": ("makespan", lambda v: f"{v / 3600:.2f} h"),
+    "over_bound": ("makespan / bound", lambda v: f"{v:.3f}"),
+    "over_serial": ("over serial", lambda v: f"{v:.3f}"),
+    "over_rollmux": ("over RollMux", lambda v: f"{v:.3f}"),
+    "queueing_delay": ("queueing / alone", lambda v: f"{v:.3f}"),
+    "mean_wait_s": ("mean wait", lambda v: f"{v:.1f} s"),
+    "utilisation": ("utilisation", lambda v: f"{v:.1%}"),
+    "switches": ("switches", lambda v: f"{v:.0f}"),
+    "moves": ("moves", lambda v: f"{v:.0f}"),
+    "decision_ms_p50": ("decision p50", lambda v: f"{v:.2f} ms"),
+    "decision_ms_p99": ("decision p99", lambda v: f"{v:.2f} ms"),
+    "simulated_in_s": ("simulated in", lambda v: f"{v:.1f} s"),
+}
+
+
+def table(report: Report) -> Table:
+    """A table with a row for each policy and workload: the mean over seeds, and their range."""
+    head, rows = cells(report)
+    result = Table(title=report.about, title_justify="left")
+    for name in head:
+        is_number = name not in ("workload", "policy")
+        result.add_column(name, justify="right" if is_number else "left")
+    for row in rows:
+        result.add_row(*row)
+    return result
+
+
+def cells(report: Report) -> tuple[list[str], list[list[str]]]:
+    """The column names and the rows of a table."""
+    records = report.records
+    more = list(dict.fromkeys(name for record in records for name in record.more))
+    shown = [name for name in _COLUMNS if values(records, name)]
+    has_workloads = any(record.workload for record in records)
+    head = ["workload"] if has_workloads else []
+    head += ["policy", "seeds", *(_COLUMNS[name][0] for name in shown)]
+    head += [name.replace("_", " ") for name in more]
+    rows = []
+    for (workload, policy), of_policy in groups_of(records).items():
+        row = [workload] if has_workloads else []
+        row += [policy, str(len(of_policy))]
+        row += [_cell(values(of_policy, name), _COLUMNS[name][1]) for name in shown]
+        row += [_cell(values(of_policy, name), lambda v: f"{v:.4g}") for name in more]
+        rows.append(row)
+    return head, rows
+
+
+def _cell(found: Sequence[float], text: Callable[[float], str]) -> str:
+    if not found:
+        return ""
+    low, high = text(min(found)), text(max(found))
+    return low if low == high else f"{text(mean(found))} ({low} to {high})"

@@ -1,0 +1,196 @@
+"""Placement of 300 jobs in 580 hours: cost over the optimum, SLO attainment (WEAVE §6.5, Fig. 15).
+
+Workloads are made after Table 6: a job has one node of each pool (*A*) or 1, 2, 4 by size (*B*);
+SLOs are uniform between 1 and 2. Every phase takes its worst case; a context switch takes 5 s and a
+move 308 s. Nodes are there when they are needed; those that belong to a group are paid for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from loadtest.papers.optimum import Regrouping
+from loadtest.papers.scenarios import weaving
+from loadtest.papers.scenarios.pictures import lines
+from loadtest.papers.scenarios.report import at_least, at_most, mean_of
+from loadtest.papers.scenarios.scenario import Bound, Options, Scenario
+from loadtest.papers.scenarios.weaving import MAX_GROUP_JOBS, ORDERINGS, solo_bound
+from loadtest.papers.workloads import packaged
+from loadtest.papers.workloads.weave import PROFILES, generate
+from phaseloom.simulator.comparison import workloadfile
+from phaseloom.simulator.comparison.cases import Case, Telling
+from phaseloom.simulator.comparison.clusters import SWITCHING, with_switching
+from phaseloom.simulator.comparison.pictures import bars, canvas
+from phaseloom.simulator.comparison.report import Record, Report, Target, groups_of
+from phaseloom.simulator.jobs import SimJob
+
+_DOLLARS = "dollars"
+_PROMISING = ("coexec", "coexec_repack")
+"""The policies that promise every SLO, which run on all seeds."""
+_SEEDS = (0, 1, 2)
+_SLOS = (1.2, 1.5, 2.0)
+_GROUP_SIZES = (2, 3, 4)
+_AIMS = {"Mixed": 1.03, "RH": 0.90, "BL": 1.05, "TH": 1.02}
+"""The aims of `coexec_repack` on the workloads A."""
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """One set of jobs, and its name in the table."""
+
+    name: str
+    profile: str
+    seed: int
+    nodes: str = "A"
+    slo: float = 0.0
+    max_group_jobs: int = MAX_GROUP_JOBS
+    file: str = ""
+    is_base: bool = True
+    """Whether the policies that promise nothing are run on it too."""
+
+    def jobs(self) -> list[SimJob]:
+        if self.file:
+            return with_switching(workloadfile.read(Path(self.file)), SWITCHING)
+        if self.seed == 0 and not self.slo:
+            jobs = packaged.packaged(f"{self.profile}_seed0_nodes{self.nodes}")
+            return with_switching(jobs, SWITCHING)
+        return generate(
+            self.profile, self.seed, nodes=self.nodes, slo=self.slo, switching=SWITCHING
+        )
+
+
+def _solo_bound(setting: Setting) -> Regrouping | None:
+    tell = Telling(f"{setting.name}, bound, seed {setting.seed}")
+    return solo_bound(setting.jobs(), weaving.pricing(setting.max_group_jobs), tell)
+
+
+def _case(setting: Setting, policy: str, bound: Bound) -> tuple[Record, list[tuple[float, float]]]:
+    """Run one setting under a policy; the figures, and the rent over time where it is drawn."""
+    record, result = weaving.measured(
+        setting.jobs(),
+        policy,
+        setting.seed,
+        workload=setting.name,
+        max_group_jobs=setting.max_group_jobs,
+        bound=bound,
+    )
+    record = msgspec.structs.replace(record, more={_DOLLARS: result.cost})
+    is_drawn = setting.name == "Mixed" or bool(setting.file)
+    rents = [(at_s / 3600.0, rent) for at_s, rent, _ in result.cost_steps] if is_drawn else []
+    return record, rents
+
+
+def _settings(options: Options) -> list[Setting]:
+    """The workloads of the paper on every seed, and variants of one of them on the first seed.
+
+    The variants have other SLOs, other sizes of groups, and jobs of several nodes.
+    """
+    if options.workload:
+        return [Setting(options.workload.stem, "Mixed", 0, file=str(options.workload))]
+    seeds = options.seeds or _SEEDS
+    main = [
+        Setting(profile, profile, seed, is_base=profile == "Mixed" and seed == seeds[0])
+        for profile in PROFILES
+        for seed in seeds
+    ]
+    wide = [
+        Setting(f"{profile}, B", profile, seeds[0], nodes="B", is_base=False)
+        for profile in ("Mixed", "RH")
+    ]
+    slos = [
+        Setting(f"Mixed, SLO {slo}", "Mixed", seeds[0], slo=slo, is_base=False) for slo in _SLOS
+    ]
+    sizes = [
+        Setting(f"Mixed, groups of {size}", "Mixed", seeds[0], max_group_jobs=size, is_base=False)
+        for size in _GROUP_SIZES
+    ]
+    return [*main, *wide, *slos, *sizes]
+
+
+def _run(options: Options) -> Report:
+    policies = options.policies_of(ORDERINGS)
+    settings = _settings(options)
+    runs = [
+        (setting, policy)
+        for setting in settings
+        for policy in policies
+        if (setting.is_base or policy in _PROMISING)
+    ]
+    cases = [
+        Case(f"{s.name}, {policy}, seed {s.seed}", _case, (s, policy, options.bound))
+        for s, policy in runs
+    ]
+    bounded = [] if options.bound is Bound.NONE else settings
+    bounds = [Case(f"{s.name}, bound, seed {s.seed}", _solo_bound, (s,)) for s in bounded]
+    every = options.run_cases([*bounds, *cases])
+    best: dict[Setting, Regrouping | None] = dict(zip(bounded, every, strict=False))
+    found = every[len(bounds) :]
+    records = [
+        _over(record, best.get(setting))
+        for (setting, _), (record, _) in zip(runs, found, strict=True)
+    ]
+    first = [(record.policy, rent) for record, rent in found if rent and record.seed == 0]
+    return Report(
+        scenario="weave-fig15",
+        about="300 jobs in 580 hours (WEAVE Fig. 15): cost, SLO attainment",
+        parameters={
+            "switching": msgspec.to_builtins(SWITCHING),
+            "max_group_jobs": MAX_GROUP_JOBS,
+            "orderings": {policy: ORDERINGS[policy] for policy in policies},
+        },
+        records=records,
+        targets=_targets(records),
+        series={"rent": dict(reversed(first))},
+    )
+
+
+def _over(record: Record, alone: Regrouping | None) -> Record:
+    """The record with its cost over a second bound: that for jobs that stay as long as alone."""
+    if alone is None:
+        return msgspec.structs.replace(record, more={})
+    more = {"cost_over_solo_bound": record.more[_DOLLARS] / alone.bound}
+    gap = max(record.optimal_gap or 0.0, alone.gap)
+    return msgspec.structs.replace(record, more=more, optimal_gap=gap or None)
+
+
+def _targets(records: list[Record]) -> list[Target]:
+    targets = []
+    for (workload, policy), of_policy in groups_of(records).items():
+        if not policy.startswith("coexec"):
+            continue
+        lowest = min(r.slo_attainment or 0.0 for r in of_policy)
+        targets.append(at_least(f"{workload}, {policy}: SLO attainment, worst seed", lowest, 1.0))
+        if policy == "coexec_repack" and workload in _AIMS:
+            cost = mean_of(of_policy, "cost_over_optimal")
+            targets.append(at_most(f"{workload}, {policy}: cost", cost, _AIMS[workload]))
+        seconds = max(r.simulated_in_s or 0.0 for r in of_policy)
+        targets.append(at_most(f"{workload}, {policy}: simulated in, s", seconds, 20.0))
+    return targets
+
+
+def _draw(report: Report, path: Path) -> None:
+    main = [r for r in report.records if "," not in r.workload]
+    with canvas(path, 4, width=8.0, height=2.8, across=False) as (costs, slos, sense, rent):
+        bars(costs, main, "cost_over_optimal", "cost over optimal regrouping", aim=1.0)
+        bars(slos, main, "slo_attainment", "share of jobs within their SLO")
+        others = [r for r in report.records if "," in r.workload] or main
+        bars(
+            sense, others, "cost_over_optimal", "cost over optimal, by SLO and group size", aim=1.0
+        )
+        lines(
+            rent,
+            report.series["rent"],
+            f"rent, {main[0].workload if main else ''}, $/h",
+            "hours",
+            steps=True,
+        )
+
+
+SCENARIO = Scenario(
+    about="cost and SLO attainment of 300 jobs in 580 hours (WEAVE Fig. 15)",
+    run=_run,
+    draw=_draw,
+    policies=tuple(ORDERINGS),
+    accepts=frozenset({"workload", "bound"}),
+)
