@@ -234,7 +234,7 @@ class SlowdownTable(msgspec.Struct, frozen=True, omit_defaults=True):
             }
             for name, row in self.beside.items()
         }
-        return msgspec.structs.replace(self, kinds=kinds, worst_beside=worst_beside)
+        return msgspec.structs.replace(self, kinds=kinds, beside=worst_beside)
 
     def slowdown(self, kind: str, share: float, neighbour: str) -> float:
         """Slowdown on a share of the device next to another sub-stage, which has the remainder."""
