@@ -67,7 +67,7 @@ async def test_slo_that_cannot_be_kept_is_refused_in_numbers_or_waited_for(
             beside = await connection.submit_job("beside", NOOP, slo=1.2, cycle=BALANCED)
             assert ", with first (" in (await beside.status()).placement
 
-            no_room = r"would need 15\.0 s an iteration where 12\.0 s are allowed .* \(0 free\)"
+            no_room = r"would take 15\.0 s, but only 12\.0 s are allowed .* \(0 free\)"
             with pytest.raises(ResourceError, match=no_room) as refused:
                 await connection.submit_job("third", NOOP, slo=1.2, cycle=BALANCED, may_wait=False)
             assert refused.value.info.code is Code.RESOURCE_EXHAUSTED

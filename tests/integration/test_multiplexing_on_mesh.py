@@ -171,7 +171,7 @@ async def test_a_job_with_an_slo_is_placed_beside_another_on_their_only_device(
             for name in ("a", "b")
         ]
         placement = (await b.status()).placement
-        assert "its rollouts are beside those of 1 more, and take up to 1.2" in placement
+        assert "its rollouts run next to those of 1 other job and take up to 1.2" in placement
         for job in (a, b):
             await job.deployment("sampler").generate(PROMPTS, SamplingParams(4))
         await log.until_finished("b.sampler.1")

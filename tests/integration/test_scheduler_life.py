@@ -174,7 +174,7 @@ async def test_leader_whose_place_was_taken_cannot_store_an_older_snapshot(bus: 
     for snapshots in (old, new):
         await snapshots.load()
     await new.save(9, b"new")
-    with pytest.raises(ResourceError, match="does not lead any more"):
+    with pytest.raises(ResourceError, match="no longer leads"):
         await old.save(7, b"old")
     stored = await Snapshots(bus).load()
     assert stored is not None
@@ -251,7 +251,7 @@ async def test_only_the_leader_that_knows_the_newest_snapshot_claims_it(bus: Bus
     await old.save(7, b"last", is_last=True)
     await new.load()
     await old.claim(12)
-    with pytest.raises(ResourceError, match="does not lead any more"):
+    with pytest.raises(ResourceError, match="no longer leads"):
         await new.claim(13)
     stored = await newest(bus)
     assert (stored.payload, stored.manifest.led_since) == (b"last", 12)
@@ -342,7 +342,7 @@ async def test_scheduler_outlasts_a_server_that_is_too_slow_for_its_lease(
     os.kill(pid, signal.SIGSTOP)
     try:
         async with asyncio.timeout(60):
-            while "does not lead any more" not in caplog.text:
+            while "no longer leads" not in caplog.text:
                 await asyncio.sleep(0.02)
     finally:
         os.kill(pid, signal.SIGCONT)

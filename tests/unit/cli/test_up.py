@@ -37,7 +37,7 @@ def test_percentile_of_iterations_is_that_of_the_command_line_before_the_file_s(
     settings = MeshConfig(slo_percentile=95.0)
     assert with_policies(settings, None, None).slo_percentile == 95.0
     assert with_policies(settings, None, None, None, 0.0).slo_percentile == 0.0
-    with pytest.raises(CallerError, match="is no percentage") as caught:
+    with pytest.raises(CallerError, match="slo_percentile must be from 0 to 100") as caught:
         with_policies(settings, None, None, None, 101.0)
     assert caught.value.info.field == "slo_percentile"
     assert "95" in (caught.value.info.remedy or "")

@@ -114,9 +114,9 @@ def test_policy_that_shares_nothing_lets_wait_though_closed_groups_were_opened()
 @pytest.mark.parametrize(
     ("need", "says"),
     [
-        (Need(num_devices=4), ("takes 4 devices", "no node has more than 2")),
-        (Need(host_bytes=500), ("takes 500 bytes", "more than 100")),
-        (Need(num_devices=2, host_bytes=50), ("takes 50 bytes", "2 devices has more than 10")),
+        (Need(num_devices=4), ("needs 4 devices", "no node has more than 2")),
+        (Need(host_bytes=500), ("needs 500 bytes", "more than 100")),
+        (Need(num_devices=2, host_bytes=50), ("needs 50 bytes", "2 devices has more than 10")),
     ],
 )
 def test_what_no_node_could_ever_hold_is_refused_with_the_numbers(
@@ -146,7 +146,7 @@ def test_backend_that_no_node_of_the_pool_has_is_refused_with_those_that_there_a
         decision = decide(*names)
         assert isinstance(decision, Refused)
         assert decision.error.field == "spec.deployments.backend"
-        assert "whose nodes run fsdp, noop, sampler" in decision.error.message
+        assert "whose nodes offer fsdp, noop, sampler" in decision.error.message
         assert "worker.interpreters" in decision.error.remedy
     placed = decide("sampler", "noop")
     assert isinstance(placed, Placed)
@@ -212,11 +212,11 @@ def test_job_waits_for_nodes_that_are_down_or_unknown() -> None:
         assert isinstance(decision, Waits)
         return decision.why
 
-    assert why(Need(), "tpu") == "pool 'tpu': no node has ever declared it"
-    large = "every node of it that is large enough is down or drained"
+    assert why(Need(), "tpu") == "pool 'tpu': no node of this pool has ever registered"
+    large = "every node that is large enough is down or drained"
     assert why(Need(num_devices=4)) == f"pool 'train': {large}"
     groups.host_down(cluster, NodeId("x0"))
-    assert why(Need()) == "pool 'train': every node of it is down or drained"
+    assert why(Need()) == "pool 'train': every node is down or drained"
 
 
 def test_pools_that_a_waiting_job_keeps_from_later_ones() -> None:

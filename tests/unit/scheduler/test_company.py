@@ -154,8 +154,8 @@ def test_a_second_job_shares_the_rollout_node_where_in_turns_it_takes_one_of_its
     shared = decided((1.2,), 1.5)
     assert shared.nodes == {"rollout": ["r000"], "train": ["t000"]}
     assert shared.why == (
-        "with 1 more, within everybody's budget; its rollouts are beside those of 1 more, and "
-        "take up to 1.20 times as long as alone"
+        "shares with 1 other job; all stay within their SLO budget; its rollouts run next to "
+        "those of 1 other job and take up to 1.20 times as long as alone"
     )
 
 

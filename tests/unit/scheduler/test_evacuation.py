@@ -242,7 +242,7 @@ def test_node_that_stays_has_room_for_what_is_there_already() -> None:
         for output in made
         if isinstance(output, PublishNotice) and output.title == "job moved"
     ]
-    assert reason == "t0 is left: t1, t2", "it has not left its group"
+    assert reason == "moved off t0 to t1, t2", "it has not left its group"
 
 
 def spanning(durability: Durability, host_bytes: int = 0) -> World:

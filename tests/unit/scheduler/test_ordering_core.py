@@ -208,9 +208,12 @@ def test_device_forgets_a_job_that_has_left() -> None:
 @pytest.mark.parametrize(
     ("ordering", "why"),
     [
-        ("hrrs_anticipatory", "its next operation is expected, and switching is dear"),
-        ("fifo_lock", "its phase has the device's lock"),
-        ("round_robin", "its phase is not over"),
+        (
+            "hrrs_anticipatory",
+            "its next operation is expected soon, and switching away would cost more",
+        ),
+        ("fifo_lock", "its phase holds the device's lock"),
+        ("round_robin", "its phase has not ended"),
     ],
 )
 def test_waiting_operation_knows_for_what_the_policy_leaves_the_device_idle(

@@ -142,7 +142,7 @@ def test_job_that_may_not_wait_is_refused_with_the_numbers_that_others_wait_with
     submit(world, "a")
     waiting = status(submit(world, "b"))
     assert waiting.state == "submitted"
-    numbers = "it takes 1 of pool rollout (0 free)"
+    numbers = "needs 1 of pool rollout (0 free)"
     assert waiting.error is not None
     assert numbers in waiting.error.message
     refused = status(submit(world, "c", may_wait=False))
@@ -162,7 +162,7 @@ def test_refused_job_tells_how_much_it_lacks() -> None:
     submit(world, "a")
     refused = status(submit(world, "b", may_wait=False))
     assert refused.error is not None
-    assert "it takes 1 of pool rollout (0 free)" in refused.error.message
+    assert "needs 1 of pool rollout (0 free)" in refused.error.message
 
 
 def test_job_that_waits_holds_back_later_ones_of_its_pools_and_no_others() -> None:
@@ -265,7 +265,7 @@ def test_job_is_alone_until_its_cycle_is_known_and_then_moves_where_it_is_cheape
     world.feed(replace(trace("a"), period_s=0.0))
     assert group_of(world.core.state.cluster, "t.a").is_closed, "no cycle was found yet"
     place = placed_as(world, "a")
-    assert "alone (when it came: free nodes, for it alone at first)" in place
+    assert "alone (reason when placed: alone on free nodes at first, to measure its cycle)" in place
     assert place.endswith(", its cycle is being measured")
     world.feed(trace("a"))
     assert not group_of(world.core.state.cluster, "t.a").is_closed
@@ -365,7 +365,7 @@ def test_job_whose_drift_is_too_much_for_its_group_is_placed_anew_that_one_alone
     assert nodes(world, "a") == {"r0", "t0"}
     assert "r1" in nodes(world, "b")
     (reason,) = told(world, "job moved")
-    assert "its cycle takes 32 s now" in reason
+    assert "its cycle now takes 32 s" in reason
 
 
 def test_job_that_drifts_and_has_nowhere_to_go_is_told_of_and_stays() -> None:
@@ -461,7 +461,7 @@ def test_drift_is_judged_by_the_bound_that_the_policy_places_by() -> None:
     assert set(group.members) == {"t.a"}
     assert nodes(world, "b") == {"r1", "t1"}
     (reason,) = told(world, "job moved")
-    assert "its cycle takes 17 s now" in reason
+    assert "its cycle now takes 17 s" in reason
 
 
 # --- nodes ---------------------------------------------------------------------------------------
@@ -599,7 +599,7 @@ def test_moves_of_groups_that_have_changed_since_are_left_out(gather: str) -> No
     assert world.core.state.cluster.placed == {"t.a": "g1", "t.b": "g2", "t.c": "g3"}, (
         "c was to join the group that b would have come to"
     )
-    assert told(world, "moves left out") == ["2 of 2: their groups have changed since"]
+    assert told(world, "planned moves skipped") == ["2 of 2: their groups have changed meanwhile"]
 
 
 def test_who_leaves_while_moves_are_computed_has_it_done_again(gather: str) -> None:
@@ -694,7 +694,7 @@ def test_move_to_a_node_that_has_come_back_as_another_is_left_out(
     world.feed(ReplanComputed(asked.as_of, moves, asked.cluster.num_groups, versions))
     world.run()
     assert nodes(world, "a") == {"r0", "t0"}
-    assert told(world, "moves left out")
+    assert told(world, "planned moves skipped")
 
 
 def test_log_with_moves_gives_the_same_outputs_again(gather: str) -> None:
@@ -747,7 +747,7 @@ def test_job_that_comes_to_many_changes_no_view_but_its_own() -> None:
         world.run()
     made = world.feed(JobFinished(JobKey(TENANT, "j0"), "f"))
     assert {output.job.job for output in made if isinstance(output, PutView)} == {"j0"}
-    assert "with 8 others or more" in placed_as(world, "j11")
+    assert "with 8 or more other jobs" in placed_as(world, "j11")
     for number in range(1, 9):
         finish(world, f"j{number}")
     assert "with j10, j11" in placed_as(world, "j9")

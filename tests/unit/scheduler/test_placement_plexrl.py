@@ -118,7 +118,7 @@ def test_commensurate_periods_and_no_interference_are_preferred(policy: str, sca
         )
     decision = placed(cluster, policy, job("new", cycle=cycle(300.0 * scale, 60.0 * scale)))
     assert decision.group == "g2"
-    assert "meets others 0.0% of the time" in decision.why
+    assert "overlaps with other jobs 0.0% of the time" in decision.why
 
 
 def test_second_job_is_shifted_into_the_gap_of_the_first() -> None:
@@ -135,7 +135,7 @@ def test_group_that_nobody_is_shifted_clear_of_tells_how_much_they_meet() -> Non
     placed(cluster, "spread", job("a", cycle=cycle(289.0, 58.0)))
     decision = placed(cluster, "spread", job("b", cycle=cycle(285.0, 58.0)))
     assert decision.shift_s == 0
-    assert "meets others 4." in decision.why
+    assert "overlaps with other jobs 4." in decision.why
 
 
 @pytest.mark.parametrize("policy", SHARING)
@@ -152,7 +152,7 @@ def test_limits_hold_and_the_answer_names_them(policy: str) -> None:
     busy = cluster_of(1, duty_limit=0.3)
     placed(busy, policy, job("a", cycle=cycle(train_s=250)))
     why = waits(busy, policy, job("b", cycle=cycle(train_s=250)))
-    assert "more than its bound" in why
+    assert "would make a job wait too long" in why
     assert "limit 30%" in why
 
 

@@ -531,7 +531,7 @@ def test_policy_divides_no_more_than_there_is(
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
-    with pytest.raises(CallerError, match="'best' is no multiplexing policy") as caught:
+    with pytest.raises(CallerError, match="unknown multiplexing policy 'best'") as caught:
         check_policies("pack", "hrrs", "best", 0.0, section="scheduler.")
     assert caught.value.info.field == "scheduler.multiplexing"
     assert "greedy" in (caught.value.info.remedy or "")

@@ -66,7 +66,7 @@ def check_job(request: api.SubmitJob) -> None:
         raise CallerError(
             "a job needs at least one deployment",
             field="spec.deployments",
-            remedy="describe the models that it runs",
+            remedy="describe each model that the job runs",
         )
     for index, spec in enumerate(specs):
         _check_deployment(spec, f"spec.deployments[{index}]")
@@ -74,21 +74,21 @@ def check_job(request: api.SubmitJob) -> None:
     names = [spec.name for spec in specs]
     if len(set(names)) < len(names):
         raise CallerError(
-            "two deployments have the same name",
+            "deployments of a job must have different names",
             field="spec.deployments",
-            remedy="give each a name of its own",
+            remedy="rename one of the deployments with the same name",
         )
     if request.spec.slo != 0 and not 1 <= request.spec.slo <= 1000:
         raise CallerError(
-            f"an SLO of {request.spec.slo} is not a slowdown over running alone",
+            f"slo must be 0 or from 1 to 1000, got {request.spec.slo}",
             field="spec.slo",
-            remedy="give a factor of at least 1, or 0 for best effort",
+            remedy="give the allowed slowdown relative to running alone, or 0 for best effort",
         )
     if not 0 <= request.spec.duration_s < math.inf:
         raise CallerError(
-            f"a job does not run for {request.spec.duration_s} s",
+            f"duration_s must be finite and at least 0, got {request.spec.duration_s}",
             field="spec.duration_s",
-            remedy="give how long it would run alone, or 0 where that is not known",
+            remedy="give how long the job would run alone, or 0 if that is unknown",
         )
     if request.spec.cycle is not None:
         _check_cycle(request.spec.cycle, {spec.pool for spec in specs})
@@ -97,21 +97,21 @@ def check_job(request: api.SubmitJob) -> None:
 def _check_cycle(cycle: Cycle, pools: set[str]) -> None:
     if not 0 < cycle.period_s < math.inf:
         raise CallerError(
-            f"a cycle does not take {cycle.period_s} s",
+            f"period_s must be finite and greater than 0, got {cycle.period_s}",
             field="spec.cycle.period_s",
-            remedy="give the seconds that an iteration takes alone, or no cycle",
+            remedy="give the seconds that an iteration takes alone, or omit the cycle",
         )
     if cycle.num_optim_steps < 1:
         raise CallerError(
-            f"a cycle of {cycle.num_optim_steps} optimizer steps never ends",
+            f"num_optim_steps must be at least 1, got {cycle.num_optim_steps}",
             field="spec.cycle.num_optim_steps",
-            remedy="count those of all deployments in one iteration",
+            remedy="count the optimizer steps of all deployments in one iteration",
         )
     if not cycle.segments:
         raise CallerError(
-            "a cycle without segments uses nothing",
+            "a cycle needs at least one segment",
             field="spec.cycle.segments",
-            remedy="say when the job uses which pool, or give no cycle: it is profiled then",
+            remedy="describe when the job uses which pool, or omit the cycle to have it measured",
         )
     for index, segment in enumerate(cycle.segments):
         _check_segment(segment, cycle.period_s, pools, f"spec.cycle.segments[{index}]")
@@ -122,27 +122,27 @@ def _check_segment(segment: Segment, period_s: float, pools: set[str], field: st
         raise CallerError(
             f"no deployment of the job is in pool {segment.pool!r}",
             field=f"{field}.pool",
-            remedy=f"its pools are: {', '.join(sorted(pools))}",
+            remedy=f"use one of its pools: {', '.join(sorted(pools))}",
         )
     if not segment.duration_s > 0:
         raise CallerError(
-            f"a segment does not last {segment.duration_s} s",
+            f"duration_s must be greater than 0, got {segment.duration_s}",
             field=f"{field}.duration_s",
-            remedy="give its usual duration, or leave the segment out",
+            remedy="give the segment's usual duration, or omit the segment",
         )
     end_s = segment.offset_s + segment.duration_s
     if not (segment.offset_s >= 0 and end_s <= period_s * (1 + _ROUNDING)):
         raise CallerError(
-            f"the segment from {segment.offset_s} s to {end_s} s is not within the cycle of "
-            f"{period_s} s",
+            f"the segment must be within the cycle of {period_s} s, but it lasts from "
+            f"{segment.offset_s} s to {end_s} s",
             field=f"{field}.offset_s",
-            remedy="count its offset from the start of the cycle; split what runs into the next",
+            remedy="count offset_s from the start of the cycle, and split a segment at its end",
         )
     if segment.worst_s and not segment.duration_s <= segment.worst_s < math.inf:
         raise CallerError(
-            f"at worst {segment.worst_s} s, and usually {segment.duration_s} s",
+            f"worst_s must be finite and at least {segment.duration_s}, got {segment.worst_s}",
             field=f"{field}.worst_s",
-            remedy="give at least the usual duration, or 0 for the same",
+            remedy="give at least duration_s, or 0 if the worst case equals it",
         )
 
 
@@ -184,10 +184,10 @@ def _check_size(spec: JobSpec) -> None:
     num_bytes = _encoded_bytes(spec)
     if num_bytes > MAX_SPEC_BYTES:
         raise CallerError(
-            f"the job's spec has {num_bytes} bytes, at most {MAX_SPEC_BYTES} are taken",
+            f"the job's spec may have at most {MAX_SPEC_BYTES} bytes, got {num_bytes}",
             code=Code.RESOURCE_EXHAUSTED,
             field="spec",
-            remedy="leave out `token_texts` where no stop strings are given",
+            remedy="omit `token_texts` if the job uses no stop strings",
         )
 
 
@@ -199,21 +199,21 @@ def _check_deployment(spec: DeploymentSpec, field: str) -> None:
     _check_nodes(spec, f"{field}.num_nodes")
     if spec.host_bytes < 0:
         raise CallerError(
-            f"{spec.host_bytes} bytes are no working set",
+            f"host_bytes must be at least 0, got {spec.host_bytes}",
             field=f"{field}.host_bytes",
-            remedy="give what it keeps in the host memory of a node, or 0 where that is not known",
+            remedy="give the host memory that it needs on each node, or 0 if that is unknown",
         )
     if spec.scratch_bytes < 0:
         raise CallerError(
-            f"{spec.scratch_bytes} bytes are no device memory",
+            f"scratch_bytes must be at least 0, got {spec.scratch_bytes}",
             field=f"{field}.scratch_bytes",
-            remedy="give the bytes of its KV cache, or 0 for the backend's choice",
+            remedy="give the size of its KV cache, or 0 for the backend's choice",
         )
     if not 0 <= spec.tail_share < 1:
         raise CallerError(
-            f"{spec.tail_share} is no share of a call's samples",
+            f"tail_share must be at least 0 and less than 1, got {spec.tail_share}",
             field=f"{field}.tail_share",
-            remedy="give a number from 0, for never, to below 1",
+            remedy="give the share of a call's samples at which to gather its tail, or 0 for never",
         )
     _check_depth(spec.model.config, f"{field}.model.config")
     _check_sizes(spec.model.config, f"{field}.model.config")
@@ -224,13 +224,17 @@ def _check_sizes(config: dict[str, Any], field: str) -> None:
     for name in _SIZES:
         value = config.get(name)
         if isinstance(value, int) and value < 1:
-            raise CallerError(f"{name} is {value}", field=f"{field}.{name}", remedy="use 1 or more")
+            raise CallerError(
+                f"{name} must be at least 1, got {value}",
+                field=f"{field}.{name}",
+                remedy="use 1 or more",
+            )
     heads, shared = (config.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
         raise CallerError(
-            f"{heads} attention heads cannot share {shared} key-value heads",
+            f"{shared} key-value heads cannot be shared evenly by {heads} attention heads",
             field=f"{field}.num_key_value_heads",
-            remedy="use a number that divides num_attention_heads",
+            remedy="use a divisor of num_attention_heads",
         )
 
 
@@ -246,9 +250,9 @@ def _check_depth(config: dict[str, Any], field: str) -> None:
         ]
     if level:
         raise CallerError(
-            f"it is nested more than {MAX_CONFIG_DEPTH} deep",
+            f"the config is nested more than {MAX_CONFIG_DEPTH} levels deep",
             field=field,
-            remedy="give the config as `config.to_dict()` does",
+            remedy="give the config as returned by `config.to_dict()`",
         )
 
 
@@ -257,7 +261,7 @@ def _encoded_bytes(spec: JobSpec) -> int:
         return len(encode(spec))
     except CallerError:
         raise CallerError(
-            "an integer is out of range", field="spec", remedy="use -2^63 to 2^64 - 1"
+            "an integer is out of range", field="spec", remedy="use integers from -2^63 to 2^64 - 1"
         ) from None
 
 
@@ -266,9 +270,9 @@ def _check_layout(spec: DeploymentSpec, field: str) -> None:
     for axis in layout.__struct_fields__:
         if getattr(layout, axis) < 1:
             raise CallerError(
-                f"{axis} = {getattr(layout, axis)} is no number of ranks",
+                f"{axis} must be at least 1, got {getattr(layout, axis)}",
                 field=f"{field}.{axis}",
-                remedy="use 1 where the model is not split this way",
+                remedy="use 1 if the model is not split along this axis",
             )
 
 
@@ -278,7 +282,7 @@ def _check_nodes(spec: DeploymentSpec, field: str) -> None:
         raise CallerError(
             f"{num_ranks} ranks cannot be spread evenly over {num_nodes} nodes",
             field=field,
-            remedy="use 1, or a number that divides the layout's number of ranks",
+            remedy="use 1, or a divisor of the layout's number of ranks",
         )
 
 
@@ -431,10 +435,10 @@ def _key(tenant: str, request: api.OperationRequest) -> OperationKey:
 def _check_phase(job: Job, request: api.PhaseRequest) -> None:
     if job.state in JOB_ENDED:
         raise CallerError(
-            f"job {job.key} is {job.state}",
+            f"job {job.key} has ended ({job.state})",
             code=Code.FAILED_PRECONDITION,
             field="job",
-            remedy="submit it again, or a job under another name",
+            remedy="submit it again, or submit a job with another name",
         )
     # A session that is not in the log yet is newer. Then the order of the log decides.
     if request.session < job.controller.session:
@@ -444,5 +448,5 @@ def _check_phase(job: Job, request: api.PhaseRequest) -> None:
         raise CallerError(
             f"job {job.key} has no deployment in pool {request.pool!r}",
             field="pool",
-            remedy=f"its pools are: {', '.join(pools)}",
+            remedy=f"use one of its pools: {', '.join(pools)}",
         )

@@ -59,7 +59,7 @@ class Housekeeping:
                 if await self._has_lease(node_lease_key(node.node)):
                     gone_since.pop(incarnation, None)
                 elif loop.time() - gone_since.setdefault(incarnation, loop.time()) > margin_s:
-                    event = NodeLost(node.node, node.revision, "its lease ran out")
+                    event = NodeLost(node.node, node.revision, "its lease expired")
                     await self.log.append(event, msg_id=f"node-lost:{node.node}:{node.revision}")
             await asyncio.sleep(margin_s / 3)
 
@@ -82,7 +82,7 @@ class Housekeeping:
                 async with asyncio.timeout(_SWEEP_S):
                     await self._sweep(time.time() - retention_s)
             except (TimeoutError, NatsError, NatsTimeoutError) as error:
-                log.info("the next sweep of outcomes goes on: %r", error)
+                log.info("sweep of outcomes interrupted, the next one will continue: %r", error)
 
     async def _has_lease(self, key: str) -> bool:
         stored = await until_done(
@@ -127,7 +127,7 @@ class Housekeeping:
                     await self.bus.stored.delete(streams.DONE, subject)
                     num_deleted += 1
         if num_deleted:
-            log.info("deleted %d outcomes that nobody needs any more", num_deleted)
+            log.info("deleted %d outcomes that are no longer needed", num_deleted)
 
     def _is_needed(self, subject: str) -> bool:
         try:

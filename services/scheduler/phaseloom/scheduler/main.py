@@ -111,7 +111,7 @@ async def serve(stop: asyncio.Event) -> None:
             with suppress(lifecycle.Stopped):
                 await _serve_once(settings, gauges, stop)
         except* LeaseLost as lost:
-            log.warning("this one does not lead any more: %s", _first(lost))
+            log.warning("this process no longer leads: %s", _first(lost))
 
 
 def _first(group: BaseExceptionGroup[LeaseLost]) -> LeaseLost:
@@ -144,7 +144,7 @@ async def _lease(bus: Bus, settings: Config, stop: asyncio.Event) -> Lease | Non
         Lease.acquire(bus, scheduler_lease_key(), who, settings.lease_ttl_s)
     )
     stopping = asyncio.create_task(stop.wait())
-    log.info("standing by")
+    log.info("waiting for the leader's lease")
     await asyncio.wait((acquiring, stopping), return_when=asyncio.FIRST_COMPLETED)
     await lifecycle.end([stopping])
     if not stop.is_set():
@@ -161,7 +161,7 @@ async def _release(lease: Lease) -> None:
         async with asyncio.timeout(_GOODBYE_S):
             await lease.release()
     except (TimeoutError, NatsError, NatsTimeoutError) as error:
-        log.warning("the lease is left to run out: %r", error)
+        log.warning("the lease could not be released and will expire: %r", error)
 
 
 async def _lead(bus: Bus, settings: Config, gauges: Gauges, stop: asyncio.Event) -> None:
@@ -221,9 +221,9 @@ async def restored(bus: Bus, snapshots: Snapshots) -> Core:
     extent.check_whole()
     if extent.first > sequence + 1:
         raise ResourceError(
-            f"the decision log begins at {extent.first}, the newest snapshot is of {sequence}",
+            f"the decision log starts at {extent.first}, but the newest snapshot is at {sequence}",
             code=Code.DATA_LOSS,
-            remedy="put the right store back, or restore a backup (`phaseloom restore`)",
+            remedy="restore the matching store, or restore a backup (`phaseloom restore`)",
         )
     if extent.last < sequence:
         raise log_end_lost(sequence, extent.last)
@@ -245,14 +245,14 @@ async def _leave_snapshot(shell: Shell, sink: BusSink) -> None:
             await shell.rest()
             await sink.save(shell.core.state.sequence, shell.core.snapshot(), is_last=True)
     except (TimeoutError, PhaseloomError, NatsError, NatsTimeoutError) as error:
-        log.warning("no snapshot at the end: %r", error)
+        log.warning("the final snapshot could not be stored: %r", error)
 
 
 async def _serve_api(bus: Bus, shell: Shell) -> None:
     await shell.caught_up.wait()
     calls = job_api(shell, _outcomes(bus), models_on(bus))
     await serve_api(bus, "scheduler", calls, operators=node_api(shell))
-    log.info("scheduling from log sequence %d on", shell.core.state.sequence)
+    log.info("scheduling starts after log sequence number %d", shell.core.state.sequence)
 
 
 def _outcomes(bus: Bus) -> OutcomeOf:

@@ -56,9 +56,9 @@ async def pin_deployment(spec: DeploymentSpec, model_of: ModelOf, field: str) ->
     model, field = spec.model, f"{field}.model"
     if model.pinned is not None:
         raise CallerError(
-            "a controller cannot name files of a node",
+            "`pinned` is set by the scheduler, not by controllers",
             field=f"{field}.pinned",
-            remedy="leave it out; name a model that the operator has registered",
+            remedy="omit it, and name a model that the operator has registered",
         )
     if model.adapter is not None:
         _check_adapter(model, field)
@@ -68,10 +68,10 @@ async def pin_deployment(spec: DeploymentSpec, model_of: ModelOf, field: str) ->
     registered = await model_of(model.registered)
     if registered is None:
         raise CallerError(
-            f"there is no registered model {model.registered!r}",
+            f"model {model.registered!r} is not registered",
             code=Code.NOT_FOUND,
             field=f"{field}.registered",
-            remedy="see `phaseloom model list`; the operator adds one with `phaseloom model add`",
+            remedy="see `phaseloom model list`; an operator can add it with `phaseloom model add`",
         )
     return replace(spec, model=_pinned(model, registered, field))
 
@@ -81,9 +81,9 @@ def _pinned(model: ModelSpec, registered: RegisteredModel, field: str) -> ModelS
     for key, value in model.config.items():
         if key not in _DTYPE and (key not in config or config[key] != value):
             raise CallerError(
-                f"the registered model {registered.name!r} has another {key!r} than {value!r}",
+                f"{key!r} = {value!r} differs from the registered model {registered.name!r}",
                 field=f"{field}.config.{key}",
-                remedy="leave the config out; with a registered model it can only give `dtype`",
+                remedy="omit the config; for a registered model it may only set `dtype`",
             )
     return replace(model, config=config | model.config, pinned=registered.directory)
 
@@ -93,25 +93,25 @@ def _check_adapter(model: ModelSpec, field: str) -> None:
     assert adapter is not None
     if not model.registered:
         raise CallerError(
-            "an adapter needs a base, whose weights all of its jobs share",
+            "an adapter needs a registered base model, whose weights its jobs share",
             field=f"{field}.adapter",
-            remedy="name a registered model, or leave the adapter out",
+            remedy="name a registered model, or omit the adapter",
         )
     if adapter.rank < 1:
         raise CallerError(
-            f"a rank of {adapter.rank} is none",
+            f"rank must be at least 1, got {adapter.rank}",
             field=f"{field}.adapter.rank",
-            remedy="use 1 or more, or leave the adapter out to train all weights",
+            remedy="use 1 or more, or omit the adapter to train all weights",
         )
     if not (math.isfinite(adapter.alpha) and adapter.alpha > 0):
         raise CallerError(
-            f"{adapter.alpha} is no scale",
+            f"alpha must be finite and greater than 0, got {adapter.alpha}",
             field=f"{field}.adapter.alpha",
-            remedy="use a positive number, as the rank or twice that",
+            remedy="use the rank or twice the rank, for example",
         )
     if not adapter.targets or len({*adapter.targets}) < len(adapter.targets):
         raise CallerError(
-            "the layers are none, or one is named twice",
+            "targets must name at least one layer, and each layer once",
             field=f"{field}.adapter.targets",
-            remedy="name linear layers by the last parts of their names, as q_proj",
+            remedy="name linear layers by the last part of their names, for example q_proj",
         )

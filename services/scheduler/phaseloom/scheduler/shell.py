@@ -176,7 +176,8 @@ class Shell:
             return await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
             raise ResourceError(
-                "the scheduler is behind its log", remedy="ask for the job's status"
+                "the scheduler did not answer in time: it is behind its log",
+                remedy="check the job's status before trying again",
             ) from None
         finally:
             del self._answers[request]

@@ -131,7 +131,7 @@ class Snapshots:
             stored = await self._bus.keys.get_raw(Bucket.SNAPSHOTS, MANIFEST_KEY)
             if stored is None or stored.payload != payload:
                 raise LeaseLost(
-                    "another scheduler has stored a snapshot: this one does not lead any more",
+                    "another scheduler has stored a snapshot, so this one no longer leads",
                     code=Code.ABORTED,
                 ) from None
             self._revision = stored.sequence  # our own, of which the answer was lost
@@ -157,4 +157,6 @@ def _unpack(packed: bytes) -> bytes:
     try:
         return zlib.decompress(packed)
     except zlib.error as error:
-        raise ResourceError(f"snapshot unreadable: {error}", code=Code.DATA_LOSS) from None
+        raise ResourceError(
+            f"the snapshot cannot be decompressed: {error}", code=Code.DATA_LOSS
+        ) from None

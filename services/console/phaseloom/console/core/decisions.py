@@ -22,7 +22,7 @@ ROUTINE = frozenset(
         "job profiled",
         "node draining",
         "node is empty",
-        "node not drained any more",
+        "node no longer draining",
         "recovered",
     }
 )

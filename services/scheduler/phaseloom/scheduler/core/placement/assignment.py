@@ -254,9 +254,9 @@ def room_for(step: Step, job: Job, spec: DeploymentSpec) -> list[RankAssignment]
     if isinstance(nowhere, Waits):
         return ErrorInfo(
             Code.UNAVAILABLE,
-            f"there is no node for it: {nowhere.why}",
+            f"no node can take the deployment: {nowhere.why}",
             field="spec.pool",
-            remedy=f"start a node of it; known pools: {known_pools(cluster)}",
+            remedy=f"start a node of that pool; known pools: {known_pools(cluster)}",
         )
     if nowhere is not None:
         return ErrorInfo(
@@ -271,9 +271,9 @@ def room_for(step: Step, job: Job, spec: DeploymentSpec) -> list[RankAssignment]
     if among is None:
         return ErrorInfo(
             Code.RESOURCE_EXHAUSTED,
-            f"every node of pool {spec.pool!r} that could take it is another job's",
+            f"every suitable node of pool {spec.pool!r} is used by other jobs",
             field="spec.pool",
-            remedy="try again once one of those jobs has ended",
+            remedy="try again when one of those jobs has ended",
         )
     return _assign(step, spec, among[spec.pool])
 
@@ -334,7 +334,7 @@ def describe(step: Step, job: Job) -> str:
     member = group.members[str(job.key)]
     nodes = sorted(member.nodes.items())
     where = "; ".join(f"{pool}: {', '.join(names)}" for pool, names in nodes)
-    why = f" (when it came: {job.why_here})" if job.why_here else ""
+    why = f" (reason when placed: {job.why_here})" if job.why_here else ""
     measured = "" if member.cycle else ", its cycle is being measured"
     return f"group {name}, {where}{_others(job, group.members)}{why}{measured}"
 
@@ -348,7 +348,7 @@ def _note_peers(step: Step, group: Group) -> None:
 
 def _others(job: Job, members: Collection[str]) -> str:
     if len(members) > _MAX_NAMED:
-        return f", with {_MAX_NAMED} others or more"
+        return f", with {_MAX_NAMED} or more other jobs"
     prefix = f"{job.key.tenant}."
     own = [m.removeprefix(prefix) for m in members if m.startswith(prefix) and m != str(job.key)]
     num_foreign = sum(not m.startswith(prefix) for m in members)

@@ -61,7 +61,7 @@ def _refusal(step: Step, node: Node | None, event: NodeDrainRequested) -> ErrorI
             Code.FAILED_PRECONDITION,
             f"node {node.node} is up",
             field="gone",
-            remedy="drain it; say that it is gone once it is",
+            remedy="drain it instead; declare it gone only while it is down",
         )
     return None
 
@@ -81,7 +81,7 @@ def _close(step: Step, node: Node, why: Closing) -> None:
     if is_asked:
         groups.host_down(step.state.cluster, node.node)
     elif why is Closing.GONE:
-        step.notify("node gone", "it does not come back: what it alone had is lost", node.node)
+        step.notify("node gone", "it will not come back; data that only it had is lost", node.node)
         _write_off(step, node.node)
 
 
@@ -90,7 +90,7 @@ def _undo(step: Step, node: Node) -> None:
     if leave is None or not leave.is_drained:
         return
     leave.is_drained = False
-    step.notify("node not drained any more", "on request", node.node)
+    step.notify("node no longer draining", "on request", node.node)
     if leave.why is not Closing.DRAIN:
         return  # the node is away: it may be used again once it is back
     step.state.reopen_node(node.node)
@@ -128,7 +128,7 @@ def go_on(step: Step) -> None:
         )
         if not leave.is_told and not is_in_use:
             leave.is_told = True
-            step.notify("node is empty", f"nothing is on it any more ({leave.why})", name)
+            step.notify("node is empty", f"nothing is left on it ({leave.why})", name)
 
 
 def _jobs_on(step: Step, node: NodeId) -> list[Job]:
@@ -171,8 +171,8 @@ def _write_off(step: Step, node: NodeId) -> None:
         if had_seal and not all(deployment.durability.replicas):
             error = ErrorInfo(
                 Code.DATA_LOSS,
-                f"node {node} is gone, and no other one has the seal of {deployment.name}",
-                remedy="submit jobs with durability `remote` where nodes may be lost for good",
+                f"node {node} is gone, and no other node has the seal of {deployment.name}",
+                remedy="submit jobs with durability `remote` if nodes may be lost permanently",
                 details={"node": node, "deployment": deployment.name},
             )
             step.follow_up(FollowUp.FALL_BACK, deployment.job_name, error)
@@ -214,7 +214,7 @@ def _leave_within_group(step: Step, job: Job, node: NodeId, there: list[Deployme
     chosen = [*others, *(name for name in among[pool] if name not in others)]
     released = groups.repin(cluster, member.job, member.needs, {**member.nodes, pool: chosen})
     assignment.note_free(step, released)
-    step.notify("job moved", f"{node} is left: {', '.join(chosen)}", member.job)
+    step.notify("job moved", f"moved off {node} to {', '.join(chosen)}", member.job)
     for deployment in there:
         wpgs.move(step, deployment, assignment.assign(step, deployment.spec, member))
     for name in group.members:
@@ -227,7 +227,7 @@ def _leave_group(step: Step, job: Job, node: NodeId) -> bool:
     _, placed = repack.placed_anew(step, job)
     if placed is None or any(node in names for names in placed.nodes.values()):
         return False
-    assignment.move(step, job, replace(placed, why=f"{node} is left; {placed.why}"))
+    assignment.move(step, job, replace(placed, why=f"moved off {node}; {placed.why}"))
     return True
 
 

@@ -138,12 +138,12 @@ def _is_overloaded(step: Step, group: Group) -> bool:
 
 def _resubmit(step: Step, job: Job, period_s: float) -> None:
     member = _member(step, job)
-    drifted = f"its cycle takes {period_s:.3g} s now, more than its group has room for"
+    drifted = f"its cycle now takes {period_s:.3g} s, which is too long for its group"
     _, placed = placed_anew(step, job)
     if placed is not None and not _is_there(member, placed):
         assignment.move(step, job, replace(placed, why=f"{drifted}; {placed.why}"))
     else:
-        step.notify("job drifted", f"{drifted}, and there is no other place for it", member.job)
+        step.notify("job drifted", f"{drifted}, and it fits nowhere else", member.job)
 
 
 def placed_anew(step: Step, job: Job) -> tuple[Cluster, Placed | None]:
@@ -239,8 +239,8 @@ def answered(step: Step, event: ReplanComputed) -> None:
     for move in event.moves:
         plan.make(move)
     if plan.num_left_out:
-        reason = f"{plan.num_left_out} of {len(event.moves)}: their groups have changed since"
-        step.notify("moves left out", reason)
+        reason = f"{plan.num_left_out} of {len(event.moves)}: their groups have changed meanwhile"
+        step.notify("planned moves skipped", reason)
 
 
 class _Plan:

@@ -100,7 +100,7 @@ def _place_in_two(cluster: Cluster, member: Member, policy: Placement) -> Placed
         groups.merge(trial, trial.groups[first.name], trial.groups[second.name])
         decision = _place_among_all(trial, member, policy)
         if isinstance(decision, Placed) and decision.group == first.name:
-            why = f"{decision.why}; {second.name} has become part of {first.name}"
+            why = f"{decision.why}; group {second.name} was merged into {first.name}"
             return replace(decision, merged=second.name, why=why)
     return None
 
@@ -141,18 +141,19 @@ def _too_small(pool: Pool, need: Need, hosts: list[Host]) -> Refused | None:
     hosts = [host for host in hosts if can_run(host, need)]
     most = max(host.num_devices for host in hosts)
     if most < need.num_devices:
-        what = f"takes {need.num_devices} devices of one node of pool {pool!r}"
+        what = f"needs {need.num_devices} devices on one node of pool {pool!r}"
         has = f"no node has more than {most}"
-        remedy = f"lay it out over at most {most} ranks a node, or start a node with "
+        remedy = f"use a layout with at most {most} ranks per node, or start a node with "
         remedy += f"{need.num_devices} devices"
     else:
         most = max(h.host_bytes for h in hosts if h.num_devices >= need.num_devices)
-        what = f"takes {need.host_bytes} bytes of host memory of one node of pool {pool!r}"
+        what = f"needs {need.host_bytes} bytes of host memory on one node of pool {pool!r}"
         has = f"no node with {need.num_devices} devices has more than {most}"
-        remedy = f"spread it over more nodes, or start a node with {need.host_bytes} bytes"
+        remedy = f"spread it over more nodes, or start a node with {need.host_bytes} bytes of "
+        remedy += "host memory"
     error = ErrorInfo(
         Code.RESOURCE_EXHAUSTED,
-        f"the job {what}, where {has}",
+        f"the job {what}, but {has}",
         field="spec.deployments",
         remedy=remedy,
     )
@@ -169,17 +170,18 @@ def _cannot_run(pool: Pool, need: Need, hosts: list[Host]) -> Refused:
             lack = next(lacks(able[0], demand))
             return _refused(
                 lack.field,
-                f"no node of pool {pool!r} can do {lack.what} by the backend {demand.backend!r}",
-                f"use one of {', '.join(lack.instead)}, or another backend",
+                f"no node of pool {pool!r} supports {lack.what} with backend {demand.backend!r}",
+                f"use one of these: {', '.join(lack.instead)}; or use another backend",
             )
         break
     known = sorted({name for host in hosts for name in host.backends})
     wanted = ", ".join(sorted({demand.backend for demand in need.demands}))
     return _refused(
         "backend",
-        f"the job runs {wanted} on pool {pool!r}, whose nodes run {', '.join(known)}",
-        "use a backend that they have, or start a node with its runtime installed, or with "
-        "an interpreter for it (worker.interpreters)",
+        f"the job needs the backend {wanted} on pool {pool!r}, whose nodes offer "
+        f"{', '.join(known)}",
+        "use a backend that they offer, or start a node that has its runtime installed, or that "
+        "has an interpreter for it (worker.interpreters)",
     )
 
 
@@ -190,10 +192,10 @@ def _refused(field: str, what: str, remedy: str) -> Refused:
 
 def _why_none(hosts: list[Host]) -> str:
     if not hosts:
-        return "no node has ever declared it"
+        return "no node of this pool has ever registered"
     if any(host.is_up for host in hosts):
-        return "every node of it that is large enough is down or drained"
-    return "every node of it is down or drained"
+        return "every node that is large enough is down or drained"
+    return "every node is down or drained"
 
 
 def nodes_of_its_own(cluster: Cluster, member: Member) -> Placed | None:
@@ -210,7 +212,7 @@ def nodes_of_its_own(cluster: Cluster, member: Member) -> Placed | None:
             return None
         fitting.sort(key=lambda host: (host.num_devices, host.price_per_hour, host.node))
         nodes[pool] = [host.node for host in fitting[: need.num_nodes]]
-    return Placed("", nodes, "free nodes, for it alone at first")
+    return Placed("", nodes, "alone on free nodes at first, to measure its cycle")
 
 
 def nodes_among(

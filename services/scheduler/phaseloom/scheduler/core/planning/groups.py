@@ -172,11 +172,11 @@ def join(cluster: Cluster, member: Member, placed: Placed) -> Group:
 
     A first member without a known cycle closes the group; the next member opens it again.
     """
-    assert member.job not in cluster.placed, f"{member.job} has a place"
+    assert member.job not in cluster.placed, f"{member.job} is already placed"
     cluster.waiting = [other for other in cluster.waiting if other.job != member.job]
     group = cluster.groups.get(placed.group)
     if group is None:
-        assert not placed.group, f"{placed.group} is no group"
+        assert not placed.group, f"group {placed.group} does not exist"
         cluster.num_groups += 1
         group = Group(f"g{cluster.num_groups}", is_closed=member.cycle is None)
         cluster.groups[group.name] = group
@@ -216,7 +216,9 @@ def _pin(cluster: Cluster, group: Group, member: Member, nodes: dict[Pool, list[
     for pool, names in member.nodes.items():
         for name in names:
             host = cluster.hosts[name]
-            assert host.group in ("", group.name), f"{name} is of {host.group}, not {group.name}"
+            assert host.group in ("", group.name), (
+                f"{name} belongs to {host.group}, not {group.name}"
+            )
             if not host.group:
                 _take(cluster, host)
                 host.group = group.name
@@ -418,18 +420,18 @@ def validate(cluster: Cluster) -> None:
     listed = {name for names in cluster.free.values() for name in names}
     for host in cluster.hosts.values():
         is_taken = host.group or host.leaving or not host.is_up
-        assert is_taken or host.node in listed, f"{host.node} is not free"
+        assert is_taken or host.node in listed, f"{host.node} should be listed as free"
         if host.group:
             own = cluster.groups[host.group].nodes[host.pool]
-            assert host.node in own, f"{host.node} is not of {host.group}"
+            assert host.node in own, f"{host.node} is missing in group {host.group}"
     for name, group in cluster.groups.items():
         assert name == group.name
         _validate_group(cluster, group)
     members = {job: name for name, group in cluster.groups.items() for job in group.members}
-    assert members == cluster.placed, "not every job that has a place is known to"
+    assert members == cluster.placed, "`placed` differs from the members of the groups"
     waiting = [member.job for member in cluster.waiting]
     assert len(set(waiting)) == len(waiting), "a job waits twice"
-    assert not set(waiting) & set(members), "a job that has a place waits for one"
+    assert not set(waiting) & set(members), "a placed job is waiting"
 
 
 def _validate_group(cluster: Cluster, group: Group) -> None:
@@ -443,11 +445,15 @@ def _validate_group(cluster: Cluster, group: Group) -> None:
             names = member.nodes[pool]
             assert len(set(names)) == len(names) >= need.num_nodes, f"{job} is pinned to {names}"
             pinned.setdefault(pool, set()).update(names)
-        assert member.nodes.keys() == member.needs.keys(), f"{job} is pinned beside its needs"
+        assert member.nodes.keys() == member.needs.keys(), (
+            f"{job} is pinned to other pools than it needs"
+        )
     nodes = {pool: set(names) for pool, names in group.nodes.items()}
-    assert nodes == pinned, f"{group.name} has {nodes}, of which its members use {pinned}"
+    assert nodes == pinned, f"{group.name} has {nodes}, but its members use {pinned}"
     for pool, names in group.nodes.items():
         assert len(set(names)) == len(names), f"{group.name}: a node twice in {names}"
         for name in names:
             host = cluster.hosts[name]
-            assert (host.group, host.pool) == (group.name, pool), f"{name} is of another group"
+            assert (host.group, host.pool) == (group.name, pool), (
+                f"{name} belongs to {host.group} and pool {host.pool}"
+            )

@@ -59,7 +59,7 @@ def lacks(able: Capabilities, demand: Demand) -> Iterator[Lack]:
     if demand.caches_prefixes and not able.prefix_cache:
         yield Lack("prefix_cache", "prefix_cache = true", ("false",))
     if demand.has_adapter and not able.adapters:
-        yield Lack("model.adapter", "adapters", ("none: it trains or samples all weights",))
+        yield Lack("model.adapter", "adapters", ("no adapter, to train or sample all weights",))
 
 
 def is_usable(host: Host, need: Need) -> bool:
@@ -108,3 +108,7 @@ def alone_takes(cluster: Cluster, member: Member) -> str:
         f"{need.num_nodes} of pool {pool} ({len(cluster.free.get(pool, ()))} free)"
         for pool, need in member.needs.items()
     )
+
+
+def other_jobs(count: int) -> str:
+    return f"{count} other {'job' if count == 1 else 'jobs'}"

@@ -86,9 +86,9 @@ def check_policies(
     """
     if not 0 <= slo_percentile <= 100:
         raise CallerError(
-            f"{slo_percentile:g} is no percentage of iterations",
+            f"slo_percentile must be from 0 to 100, got {slo_percentile:g}",
             field=f"{section}slo_percentile",
-            remedy="use 95, say, or 0 where only the mean iteration must be within the SLO",
+            remedy="use 95, for example, or 0 if only the mean iteration must meet the SLO",
         )
     for kind, name, known in (
         ("placement", placement, [*PLACEMENT]),
@@ -97,7 +97,7 @@ def check_policies(
     ):
         if name not in known:
             raise CallerError(
-                f"{name!r} is no {kind} policy",
+                f"unknown {kind} policy {name!r}",
                 field=f"{section}{kind}",
                 remedy=f"choose one of: {', '.join(sorted(known))}",
             )

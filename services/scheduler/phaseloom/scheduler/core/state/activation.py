@@ -84,7 +84,11 @@ class Activation(msgspec.Struct):
 
     def validate(self, name: str) -> None:
         """Check the invariants. Raises: AssertionError: names the invariant and the deployment."""
-        assert self.epoch or not self.opening_on, f"{name}: opens without an activation"
-        assert self.running or not self.idle_ranks, f"{name}: a part of nothing"
+        assert self.epoch or not self.opening_on, (
+            f"{name}: nodes are opening, but there is no activation"
+        )
+        assert self.running or not self.idle_ranks, (
+            f"{name}: ranks are left out, but nothing is running"
+        )
         if self.hinted_s >= 0:
-            assert not self.epoch, f"{name}: active, and state managers wait for it"
+            assert not self.epoch, f"{name}: has an activation and a hint of its next use"

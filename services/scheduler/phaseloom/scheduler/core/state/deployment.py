@@ -92,8 +92,8 @@ class Deployment(msgspec.Struct, dict=True):
             record.validate(name)
         if self.activation.epoch:
             is_up = self.wpg.state in (WpgState.READY, WpgState.RECOVERING)
-            assert is_up, f"{name}: an activation of a WPG that is {self.wpg.state}"
+            assert is_up, f"{name}: has an activation, but its WPG is {self.wpg.state}"
         if self.activation.hinted_s >= 0:
-            assert self.wpg.assignments, f"{name}: a hint for nothing"
+            assert self.wpg.assignments, f"{name}: has a hint, but is not placed"
         if self.wpg.state is WpgState.READY:
             assert not self.durability.replay, f"{name}: ready with mutations still to replay"

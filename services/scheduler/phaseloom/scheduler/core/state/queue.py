@@ -129,13 +129,21 @@ class OperationQueue(msgspec.Struct):
 
     def validate(self, name: str) -> None:
         """Check the invariants. Raises: AssertionError: names the invariant and the deployment."""
-        assert all(seq >= self.next_seq for seq in self.operations), f"{name}: stale op"
+        assert all(seq >= self.next_seq for seq in self.operations), (
+            f"{name}: an operation below next_seq"
+        )
         for seq in range(self.next_seq, self.head_seq):
             passed = self.operations[seq]
-            assert passed.has_ended or passed.has_snapshot, f"I1 {name}: {seq} is not behind it yet"
+            assert passed.has_ended or passed.has_snapshot, (
+                f"I1 {name}: head_seq has passed the open operation {seq}"
+            )
         head = self.operations.get(self.head_seq)
         is_head = head is None or not (head.has_ended or head.has_snapshot)
-        assert is_head, f"{name}: {self.head_seq} is passed, and still the head"
-        assert set(self.queued_syncs) <= set(self.operations), f"{name}: a sync that ended"
+        assert is_head, f"{name}: head_seq {self.head_seq} should have advanced"
+        assert set(self.queued_syncs) <= set(self.operations), (
+            f"{name}: queued_syncs has a sync that has ended"
+        )
         taken = [op.key.seq for op in self.every if op.has_snapshot and op.key.seq is not None]
-        assert sorted(taken) == self.snapshots, f"{name}: saves {taken}, known as {self.snapshots}"
+        assert sorted(taken) == self.snapshots, (
+            f"{name}: snapshots are {taken}, not {self.snapshots}"
+        )

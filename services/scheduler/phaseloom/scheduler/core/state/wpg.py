@@ -113,9 +113,17 @@ class Wpg(msgspec.Struct):
     def validate(self, name: str) -> None:
         """Check the invariants. Raises: AssertionError: names the invariant and the deployment."""
         nodes = {assigned.node for assigned in self.assignments}
-        assert set(self.starting_on) <= nodes, f"{name}: starts on {self.starting_on}"
-        assert set(self.dying_on) <= nodes, f"{name}: dies on {self.dying_on}"
+        assert set(self.starting_on) <= nodes, (
+            f"{name}: starting on {self.starting_on}, but assigned to {nodes}"
+        )
+        assert set(self.dying_on) <= nodes, (
+            f"{name}: dying on {self.dying_on}, but assigned to {nodes}"
+        )
         if self.starting_on:
-            assert self.state is WpgState.STARTING, f"{name}: starts, and is {self.state}"
+            assert self.state is WpgState.STARTING, (
+                f"{name}: starting on nodes, but the WPG is {self.state}"
+            )
         if self.dying_on:
-            assert self.state is WpgState.LOST, f"{name}: dies, and is {self.state}"
+            assert self.state is WpgState.LOST, (
+                f"{name}: dying on nodes, but the WPG is {self.state}"
+            )

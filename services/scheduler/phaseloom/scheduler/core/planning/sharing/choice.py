@@ -87,7 +87,7 @@ def on_free_nodes(cluster: Cluster, member: Member) -> Placed | None:
     if nodes is None:
         return None
     takes = ", ".join(f"{len(names)} of {pool}" for pool, names in nodes.items())
-    return Placed("", nodes, f"nodes of its own, {takes}")
+    return Placed("", nodes, f"its own nodes, {takes}")
 
 
 def _classes(asked: _Asked, is_counted: bool) -> dict[int, list[Group]]:
@@ -191,9 +191,9 @@ def _placed(asked: _Asked, site: Site, shift: int, interference: float, share: f
     limits = asked.cluster.limits
     why = (
         f"joins {site.group.name} as job {len(site.group.members) + 1} of at most "
-        f"{limits.max_group_jobs}, its nodes used {site.duty:.0%}; shifted by {shift} s it meets "
-        f"others {interference:.1%} of the time; the longest predicted wait is {share:.1%} of a "
-        f"job's time, of at most {limits.duty_limit:.0%}"
+        f"{limits.max_group_jobs}; its nodes are in use {site.duty:.0%} of the time already; "
+        f"shifted by {shift} s, it overlaps with other jobs {interference:.1%} of the time; the "
+        f"longest predicted wait is {share:.1%} of a job's time (limit {limits.duty_limit:.0%})"
     )
     return Placed(site.group.name, site.nodes, why, float(shift))
 
@@ -201,15 +201,15 @@ def _placed(asked: _Asked, site: Site, shift: int, interference: float, share: f
 def _why_none(asked: _Asked) -> str:
     refusals, limits = asked.refusals, asked.cluster.limits
     reasons = [
-        (refusals.full, f"have {limits.max_group_jobs} jobs or are being measured"),
-        (refusals.no_nodes, "have too few nodes or too little host memory for it"),
+        (refusals.full, f"have {limits.max_group_jobs} jobs or are still being measured"),
+        (refusals.no_nodes, "have too few nodes or too little host memory"),
         (
             refusals.waits,
-            f"would make a job wait more than its bound, {refusals.least_wait:.0%} of its time or "
-            f"more (limit {limits.duty_limit:.0%})",
+            f"would make a job wait too long, at least {refusals.least_wait:.0%} of its time "
+            f"(limit {limits.duty_limit:.0%})",
         ),
-        (refusals.held, "would delay the job at the head of the line"),
+        (refusals.held, "would delay the job at the head of the queue"),
     ]
     groups = "; ".join(f"{count} {what}" for count, what in reasons if count)
-    places = f"; of {len(asked.cluster.groups)} groups and the free nodes {groups}"
-    return f"it takes {alone_takes(asked.cluster, asked.member)}{places if groups else ''}"
+    places = f"; of {len(asked.cluster.groups)} groups and the free nodes, {groups}"
+    return f"needs {alone_takes(asked.cluster, asked.member)}{places if groups else ''}"

@@ -8,7 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 from phaseloom.common.contract.ids import NodeId
-from phaseloom.scheduler.core.planning.nodes import alone_takes, own_nodes, with_room
+from phaseloom.scheduler.core.planning.nodes import alone_takes, other_jobs, own_nodes, with_room
 from phaseloom.scheduler.core.planning.weave.period import (
     ROLLOUT,
     TRAIN,
@@ -75,7 +75,7 @@ def share_blindly(cluster: Cluster, member: Member) -> Placed | None:
         )
         count = need_of(member, ROLLOUT).num_nodes
         chosen = sorted(rolls, key=lambda node: users[node])[:count]
-        why = f"with {size} more, its cycle being unknown"
+        why = f"shares with {other_jobs(size)} while its cycle is unknown"
         found = size, Placed(group.name, pinned(chosen, trains), why)
     return found[1] if found is not None else None
 
@@ -110,12 +110,12 @@ def pinned(rolls: Iterable[NodeId], trains: Iterable[NodeId]) -> dict[Pool, list
 def no_place(cluster: Cluster, member: Member) -> str:
     """Explain why a job cannot be placed: what sharing would take, and what running alone would
     take."""
-    return f"{_sharing(cluster, member)}; alone it takes {alone_takes(cluster, member)}"
+    return f"{_sharing(cluster, member)}; running alone needs {alone_takes(cluster, member)}"
 
 
 def _sharing(cluster: Cluster, member: Member) -> str:
     if member.cycle is None:
-        return "its cycle is not known, so no group can tell what it would cost the others"
+        return "its cycle is unknown, so its effect on other jobs cannot be predicted"
     best_s, allowed_s, whose = inf, 0.0, member
     for group in cluster.groups.values():
         settled_s = _settled_s(cluster, group, member)
@@ -123,19 +123,15 @@ def _sharing(cluster: Cluster, member: Member) -> str:
             whose = min((*group.members.values(), member), key=lambda m: timing_of(m).allowed_s)
             best_s, allowed_s = settled_s, timing_of(whose).allowed_s
     if best_s == inf:
-        return (
-            "no group has room for one more job, with the nodes and the host memory that it needs"
-        )
+        return "no group has enough nodes and host memory for one more job"
     # Do not name the job: it may be another tenant's.
-    who = "it" if whose is member else "another job"
+    who = "this job" if whose is member else "another job"
+    allowed = f"{allowed_s:.1f} s are allowed (SLO {whose.slo:g} of {who})"
     if best_s > allowed_s:
-        return (
-            f"the best group would need {best_s:.1f} s an iteration where {allowed_s:.1f} s are "
-            f"allowed (SLO {whose.slo:g} of {who})"
-        )
+        return f"in the best group an iteration would take {best_s:.1f} s, but only {allowed}"
     return (
-        f"the best group would settle at {best_s:.1f} s an iteration where {allowed_s:.1f} s are "
-        f"allowed (SLO {whose.slo:g} of {who}), but has no slack for a job that joins midway"
+        f"in the best group an iteration would take {best_s:.1f} s, and {allowed}, but the group "
+        "has no slack for a job that joins midway"
     )
 
 

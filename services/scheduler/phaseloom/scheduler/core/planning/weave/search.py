@@ -21,7 +21,7 @@ from math import inf
 from typing import NamedTuple
 
 from phaseloom.common.contract.ids import NodeId
-from phaseloom.scheduler.core.planning.nodes import is_usable
+from phaseloom.scheduler.core.planning.nodes import is_usable, other_jobs
 from phaseloom.scheduler.core.planning.weave.candidates import (
     MOVE_S,
     Candidate,
@@ -90,7 +90,7 @@ def company_of(cluster: Cluster, group: Candidates, candidate: Candidate) -> str
         if node in slowdowns:
             others = sum(node in other.nodes for other in group) - 1
             return (
-                f"; its rollouts are beside those of {others} more, and take up to "
+                f"; its rollouts run next to those of {other_jobs(others)} and take up to "
                 f"{slowdowns[node]:.2f} times as long as alone"
             )
     return ""
@@ -536,7 +536,9 @@ def _moves(cluster: Cluster, before: Mapping[str, Candidates], plan: Plan) -> li
             made[name] = f"g{cluster.num_groups + len(made) + 1}", trains
         nodes = pinned((chosen[node] for node in candidate.nodes), trains)
         company = company_of(cluster, plan.groups[name], candidate)
-        why = f"repacked: with {len(plan.groups[name]) - 1} more{company}"
+        others = len(plan.groups[name]) - 1
+        sharing = f"shares with {other_jobs(others)}" if others else "alone on its own nodes"
+        why = f"repacked: {sharing}{company}"
         placed = Placed(group, nodes, why, takes_turns=candidate.takes_turns)
         moves.append(Move(job, placed))
     return moves

@@ -15,7 +15,7 @@ def _choose(view: DeviceView) -> Candidate:
 
 
 def _why(candidate: Candidate, view: DeviceView) -> str:
-    return f"first come, first served: it came {candidate.waited_s(view.now_s):.2f} s ago"
+    return f"first come, first served: ready for {candidate.waited_s(view.now_s):.2f} s"
 
 
 fcfs = Ordering(_choose, _why, weighs=False)

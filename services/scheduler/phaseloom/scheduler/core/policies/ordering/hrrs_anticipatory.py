@@ -45,7 +45,8 @@ def _choose(view: DeviceView) -> Candidate | Wait:
         return first if is_best else highest(view.candidates, view.now_s)
     until_s = _until_s(view, resident, rival, others) if view.may_wait else 0.0
     if until_s > view.now_s:
-        return Wait(until_s, resident.job, "its next operation is expected, and switching is dear")
+        reason = "its next operation is expected soon, and switching away would cost more"
+        return Wait(until_s, resident.job, reason)
     return rival
 
 
@@ -86,7 +87,7 @@ def _starved_s(candidate: Candidate, resident: Resident) -> float:
 def _why(candidate: Candidate, view: DeviceView) -> str:
     resident = view.resident
     if resident is not None and candidate.job == resident.job:
-        return f"its job is on the device; {why(candidate, view)}"
+        return f"its job is already on the device; {why(candidate, view)}"
     return why(candidate, view)
 
 

@@ -12,6 +12,7 @@ Deviation: a job that is not expected (its controller or workers are gone, it ne
 
 from __future__ import annotations
 
+from phaseloom.scheduler.core.planning.nodes import other_jobs
 from phaseloom.scheduler.core.policies.device_view import Candidate, DeviceView, Ordering, Wait
 
 
@@ -28,22 +29,22 @@ def _choose(view: DeviceView) -> Candidate | Wait:
         if going_on:
             return going_on[0]
         if view.may_wait and resident.phase_until_s > view.now_s and not own:
-            return Wait(resident.phase_until_s, resident.job, "its phase is not over")
+            return Wait(resident.phase_until_s, resident.job, "its phase has not ended")
     for member in view.members:
         own = view.of(member.job)
         if own:
             return own[0]
         if view.may_wait and member.until_s > view.now_s:
-            return Wait(member.until_s, member.job, "it is its turn in the round")
+            return Wait(member.until_s, member.job, "it is next in the round")
     return min(view.candidates, key=lambda c: c.by_arrival)
 
 
 def _why(candidate: Candidate, view: DeviceView) -> str:
     if candidate.continues:
-        return "round robin: its job's phase is not over"
+        return "round robin: its job's phase has not ended"
     jobs = [member.job for member in view.members]
     before = jobs.index(candidate.job) if candidate.job in jobs else 0
-    return f"round robin: its job's turn comes after those of {before} others"
+    return f"round robin: its job comes after {other_jobs(before)} in the round"
 
 
 round_robin = Ordering(_choose, _why, may_wait=True, is_strict=True, weighs=False)

@@ -22,7 +22,7 @@ from math import inf
 
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core.planning.groups import bounds_of
-from phaseloom.scheduler.core.planning.nodes import free_nodes
+from phaseloom.scheduler.core.planning.nodes import free_nodes, other_jobs
 from phaseloom.scheduler.core.planning.weave.candidates import Budget, budget_of
 from phaseloom.scheduler.core.planning.weave.period import (
     ROLLOUT,
@@ -191,7 +191,7 @@ def _placements(settled: _Settled) -> Iterator[tuple[list[NodeId], list[NodeId]]
 
 
 def _place(cluster: Cluster, member: Member) -> Decision:
-    alone = fresh(cluster, member, "alone, on nodes of its own")
+    alone = fresh(cluster, member, "alone on its own nodes")
     if member.cycle is None:
         return alone or share_blindly(cluster, member) or Waits(no_place(cluster, member))
     job = timing_of(member)
@@ -228,8 +228,9 @@ def _cheapest(settled: _Settled, below: float) -> tuple[float, Placed] | None:
         period = settled.period_with((*own, *new), budgets)
         if period is not None:
             nodes = pinned((*own, *new), train)
-            why = f"with {len(group.members)} more: a meta-iteration takes {period:.1f} s"
-            best = price, Placed(group.name, nodes, f"{why}, {price:.2f} $/h more")
+            why = f"shares with {other_jobs(len(group.members))}: a meta-iteration takes "
+            why += f"{period:.1f} s, at an extra cost of {price:.2f} $/h"
+            best = price, Placed(group.name, nodes, why)
             below = price
     return best
 

@@ -19,6 +19,7 @@ Use it with nodes that serve in order of arrival (`fcfs`). Deviations from WEAVE
 from __future__ import annotations
 
 from phaseloom.common.contract.ids import NodeId
+from phaseloom.scheduler.core.planning.nodes import other_jobs
 from phaseloom.scheduler.core.planning.weave.candidates import candidate_of, holds
 from phaseloom.scheduler.core.planning.weave.period import ROLLOUT, TRAIN
 from phaseloom.scheduler.core.planning.weave.pool import fresh, no_place, pinned, share_blindly
@@ -41,7 +42,7 @@ from phaseloom.scheduler.core.state.cluster import (
 
 
 def _place(cluster: Cluster, member: Member) -> Decision:
-    alone = fresh(cluster, member, "alone, on nodes of its own")
+    alone = fresh(cluster, member, "alone on its own nodes")
     if member.cycle is None:
         return alone or share_blindly(cluster, member) or Waits(no_place(cluster, member))
     state = search_state_of(cluster)
@@ -55,7 +56,7 @@ def _place(cluster: Cluster, member: Member) -> Decision:
     trains = list(cluster.groups[found.group].nodes.get(TRAIN, ()))
     others = state.groups[found.group]
     company = company_of(cluster, (*others, found.candidate), found.candidate)
-    why = f"with {len(others)} more, within everybody's budget{company}"
+    why = f"shares with {other_jobs(len(others))}; all stay within their SLO budget{company}"
     nodes, takes_turns = pinned(rolls, trains), found.candidate.takes_turns
     return Placed(found.group, nodes, why, takes_turns=takes_turns)
 

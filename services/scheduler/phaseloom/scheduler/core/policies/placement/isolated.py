@@ -10,7 +10,7 @@ from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Member, Pl
 def _place(cluster: Cluster, member: Member) -> Decision:
     """Place the job on the first free nodes by name."""
     placed = on_free_nodes(cluster, member)
-    return placed or Waits(f"isolated: it takes {alone_takes(cluster, member)}")
+    return placed or Waits(f"isolated: needs {alone_takes(cluster, member)}")
 
 
 isolated = Placement(_place)

@@ -22,14 +22,14 @@ def _choose(view: DeviceView) -> Candidate | Wait:
         if going_on:
             return going_on[0]
         if view.may_wait and resident.phase_until_s > view.now_s and not view.of(resident.job):
-            return Wait(resident.phase_until_s, resident.job, "its phase has the device's lock")
+            return Wait(resident.phase_until_s, resident.job, "its phase holds the device's lock")
     return min(view.candidates, key=lambda c: c.by_arrival)
 
 
 def _why(candidate: Candidate, view: DeviceView) -> str:
     if candidate.continues:
-        return "its job's phase has the device's lock"
-    return f"next for the device's lock: it came {candidate.waited_s(view.now_s):.2f} s ago"
+        return "its job's phase holds the device's lock"
+    return f"next in line for the device's lock: ready for {candidate.waited_s(view.now_s):.2f} s"
 
 
 fifo_lock = Ordering(_choose, _why, may_wait=True, weighs=False)

@@ -46,7 +46,7 @@ def _why(candidate: Candidate, view: DeviceView) -> str:
     return (
         f"response ratio {score(candidate, view.now_s):.2f}: waited "
         f"{candidate.waited_s(view.now_s):.2f} s for {candidate.duration_s:.2f} s of work"
-        f" and {candidate.setup_s:.2f} s of switching, needed or not"
+        f" and {candidate.setup_s:.2f} s of switching, whether needed or not"
     )
 
 

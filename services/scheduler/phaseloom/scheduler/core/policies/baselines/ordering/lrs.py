@@ -6,6 +6,7 @@ turns however long they take, and every turn is a switch while several jobs have
 
 from __future__ import annotations
 
+from phaseloom.scheduler.core.planning.nodes import other_jobs
 from phaseloom.scheduler.core.policies.device_view import Candidate, DeviceView, Ordering
 
 
@@ -18,9 +19,10 @@ def _choose(view: DeviceView) -> Candidate:
 
 
 def _why(candidate: Candidate, view: DeviceView) -> str:
+    if not candidate.served:
+        return "least recently served: its job has never run on this device"
     later = len({c.job for c in view.candidates if c.served > candidate.served})
-    last = "was last served longer ago" if candidate.served else "was never served here"
-    return f"least recently served: its job {last} than {later} of the others"
+    return f"least recently served: {other_jobs(later)} ran on this device more recently"
 
 
 lrs = Ordering(_choose, _why, weighs=False)

@@ -30,8 +30,9 @@ def _is_starved(candidate: Candidate, now_s: float) -> bool:
 
 def _why(candidate: Candidate, view: DeviceView) -> str:
     if _is_starved(candidate, view.now_s):
-        return f"it has waited for {candidate.waited_s(view.now_s):.2f} s: longer than is fair"
-    return f"shortest first: it takes about {candidate.duration_s:.2f} s"
+        waited_s = candidate.waited_s(view.now_s)
+        return f"it has waited for {waited_s:.2f} s, so it runs before shorter operations"
+    return f"shortest job first: it takes about {candidate.duration_s:.2f} s"
 
 
 sjf = Ordering(_choose, _why)

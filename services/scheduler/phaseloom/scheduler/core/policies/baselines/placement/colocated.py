@@ -16,8 +16,8 @@ from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Member, Pl
 
 def _place(cluster: Cluster, member: Member) -> Decision:
     pools = " and ".join(member.needs)
-    alone = fresh(cluster, member, f"alone, all of it on nodes of pool {pools}")
-    return alone or Waits(f"it takes {alone_takes(cluster, member)}")
+    alone = fresh(cluster, member, f"alone, with all phases on nodes of pool {pools}")
+    return alone or Waits(f"needs {alone_takes(cluster, member)}")
 
 
 colocated = Placement(_place)

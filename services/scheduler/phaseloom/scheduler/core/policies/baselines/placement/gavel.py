@@ -38,13 +38,13 @@ def _place(cluster: Cluster, member: Member) -> Decision:
         taken = sum(share(other, cluster.limits) for other in room.group.members.values())
         if taken + own <= 1.0 + 1e-9:
             rolls = room.rolls[: need_of(member, ROLLOUT).num_nodes]
-            why = f"{own:.0%} of a group's time, {taken:.0%} being taken"
+            why = f"gets {own:.0%} of the group's time; its other jobs have {taken:.0%}"
             return Placed(room.group.name, pinned(rolls, room.trains), why)
         least = min(least, taken)
-    alone = fresh(cluster, member, "alone, on nodes of its own")
+    alone = fresh(cluster, member, "alone on its own nodes")
     return alone or Waits(
-        f"it needs {own:.0%} of a group's time, of which {least:.0%} at least are taken; alone it "
-        f"takes {alone_takes(cluster, member)}"
+        f"needs {own:.0%} of a group's time, but at least {least:.0%} are taken in every group; "
+        f"running alone needs {alone_takes(cluster, member)}"
     )
 
 

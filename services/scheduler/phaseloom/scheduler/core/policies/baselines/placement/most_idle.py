@@ -38,9 +38,9 @@ def _place(cluster: Cluster, member: Member) -> Decision:
     # `min` keeps the first of equals: the group that was made first.
     found = min(rooms(cluster, member), key=lambda r: -idle_share(r.group, switch_s), default=None)
     if found is None:
-        alone = fresh(cluster, member, "alone: no group has room")
+        alone = fresh(cluster, member, "alone on its own nodes: no group has room")
         return alone or Waits(
-            f"no group has room, and alone it takes {alone_takes(cluster, member)}"
+            f"no group has room, and running alone needs {alone_takes(cluster, member)}"
         )
     busy: dict[str, float] = {}
     for job in group_phases(found.group, switch_s):
@@ -49,7 +49,7 @@ def _place(cluster: Cluster, member: Member) -> Decision:
     ranked = sorted(found.rolls, key=lambda node: busy.get(node, 0.0))
     rolls = ranked[: need_of(member, ROLLOUT).num_nodes]
     idle = idle_share(found.group, switch_s)
-    why = f"the group idles most: {idle:.0%} of its node time"
+    why = f"in the group with the most idle time, {idle:.0%} of its node time"
     return Placed(found.group.name, pinned(rolls, found.trains), why)
 
 

@@ -23,11 +23,12 @@ from phaseloom.scheduler.core.state.cluster import (
 
 
 def _place(cluster: Cluster, member: Member) -> Decision:
-    alone = fresh(cluster, member, "drawn: nodes of its own")
+    alone = fresh(cluster, member, "alone on its own nodes by random choice")
     found = list(rooms(cluster, member))
     options = len(found) + (alone is not None)
     if not options:
-        return Waits(f"no group has room, and alone it takes {alone_takes(cluster, member)}")
+        takes = alone_takes(cluster, member)
+        return Waits(f"no group has room, and running alone needs {takes}")
     drawn = crc32(f"{member.job}/{cluster.num_groups}".encode())
     chosen = drawn % options
     if chosen == len(found):
@@ -39,7 +40,8 @@ def _place(cluster: Cluster, member: Member) -> Decision:
         return crc32(f"{member.job}/{node}".encode()), node
 
     rolls = sorted(room.rolls, key=rank)[: need_of(member, ROLLOUT).num_nodes]
-    return Placed(room.group.name, pinned(rolls, room.trains), f"drawn among {options}")
+    why = f"random choice among {options} options"
+    return Placed(room.group.name, pinned(rolls, room.trains), why)
 
 
 random = Placement(_place)

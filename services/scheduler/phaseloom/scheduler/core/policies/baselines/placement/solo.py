@@ -11,8 +11,8 @@ from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Member, Pl
 
 
 def _place(cluster: Cluster, member: Member) -> Decision:
-    alone = fresh(cluster, member, "alone, on nodes of its own")
-    return alone or Waits(f"it takes {alone_takes(cluster, member)}")
+    alone = fresh(cluster, member, "alone on its own nodes")
+    return alone or Waits(f"needs {alone_takes(cluster, member)}")
 
 
 solo = Placement(_place)
