@@ -1,2 +1,2 @@
-"""Pure rules: the permits that an agent takes, and the parts of a weights version that a rank
+"""Pure decision logic: which permits an agent accepts, and which bytes of a weights version a rank
 reads."""

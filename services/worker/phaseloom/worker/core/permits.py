@@ -1,8 +1,8 @@
-"""Judgement of a command, by the incarnations and epochs that it names: is it still meant? Pure.
+"""Decide whether a command still applies, from the incarnations and epochs that it names. Pure.
 
-A node's commands may come twice (redelivered, or from two schedulers that both lead) and late (for
-an earlier agent of the node, an incarnation that was replaced, an activation that was closed). Late
-ones are dropped. A permit that overtook its activation is put back.
+A node may receive a command twice (redelivered, or sent by two schedulers that both believe they
+lead) or late (sent to an earlier agent of the node, a replaced incarnation, or a closed
+activation). Late commands are dropped. A permit that arrives before its activation is put back.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ REMEMBERED_CANCELS = 1_000
 class Verdict(Enum):
     TAKE = auto()
     STALE = auto()
-    """The command is meant for an agent, incarnation or epoch that is over, or was taken
-    already."""
+    """The command addresses an earlier agent, incarnation or epoch, or was already accepted."""
     EARLY = auto()
-    """The permit's activation has not been opened here yet."""
+    """The permit's activation has not been opened on this node yet."""
 
 
 class TakenCommands:
-    """The ids of the newest commands that took effect under this agent."""
+    """The ids of the newest commands that this agent has carried out."""
 
     def __init__(self) -> None:
         self._taken: OrderedDict[tuple[int, int], None] = OrderedDict()
@@ -36,7 +35,7 @@ class TakenCommands:
         return (id.sequence, id.index) in self._taken
 
     def forget(self, id: CommandId) -> None:
-        """Forget a command that did not take effect after all, and will come again."""
+        """Remove a command that had no effect after all and will be delivered again."""
         self._taken.pop((id.sequence, id.index), None)
 
     def add(self, id: CommandId) -> None:
@@ -46,8 +45,10 @@ class TakenCommands:
 
 
 class Cancelled:
-    """The operations that were cancelled last, whether they run or are yet to come: a cancel may
-    overtake its permit. Any thread may ask."""
+    """The most recently cancelled operations.
+
+    A cancel may arrive before the permit of its operation. May be read from any thread.
+    """
 
     def __init__(self) -> None:
         self._keeps_partial: OrderedDict[OperationKey, bool] = OrderedDict()
@@ -57,17 +58,17 @@ class Cancelled:
         return self._has_all or key in self._keeps_partial
 
     def keeps_partial(self, key: OperationKey) -> bool:
-        """Whether the operation was cancelled, and completes with the tokens that it has by
-        then."""
+        """Whether a cancelled operation should complete with the tokens generated so far."""
         return self._keeps_partial.get(key, False)
 
     def add_all(self) -> None:
-        """Count every operation as cancelled from now on, because nobody waits for any."""
+        """Treat every operation as cancelled from now on, because nobody waits for results any
+        longer."""
         self._keeps_partial.clear()
         self._has_all = True
 
     def add(self, key: OperationKey, *, keeps_partial: bool = False) -> None:
-        """Note a cancel. A cancel that wants no result outweighs one that wants a partial
+        """Record a cancel. A cancel that discards the result overrides one that keeps a partial
         result."""
         wants = keeps_partial and self._keeps_partial.get(key, True)
         self._keeps_partial[key] = wants
@@ -78,7 +79,7 @@ class Cancelled:
 def judge_permit(
     *, incarnation: int, epoch: int, own_incarnation: int, own_epoch: int, refused_epoch: int
 ) -> Verdict:
-    """Judge a permit by the newest activations of its deployment on this node.
+    """Compare a permit with the newest activations of its deployment on this node.
 
     Args: own_epoch: the epoch of the newest activation opened here.
           refused_epoch: the epoch of the newest activation refused here.

@@ -1,8 +1,8 @@
-"""The plan by which a rank reads a weights version: parts, tensor slices, and where each goes.
+"""Plan how a rank reads a weights version: which parts and tensor slices, and their heap offsets.
 
-The ranks of a node share what is fetched. A part of which they need all, or nearly all, is fetched
-whole, and the node can then give it to others. Of any other part exactly the tensor slices that
-some of them need are fetched. Pure; the same layouts give the same plan.
+The ranks of a node share fetched bytes. If they need all or nearly all of a part, the node fetches
+the part whole and can then serve it to other nodes. Otherwise it fetches exactly the tensor slices
+that its ranks need. Pure: equal layouts give equal plans.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from phaseloom.common.tensors.tensortable import TensorTable
 
 _ALIGNMENT_BYTES = 64
 _NEARLY_ALL = 0.9
-"""The share of a part's bytes above which it is fetched whole, so that other nodes can have it from
-this one."""
+"""A part is fetched whole if the node needs at least this fraction of its bytes. The node can then
+serve the part to other nodes."""
 
 
 Runs = list[Rows]
-"""The byte ranges to copy, from the source to the heap; nothing between them is copied."""
+"""Byte ranges to copy from a source to the heap. Bytes between the ranges are not copied."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A rank that gets weights, and the ranks beside it on its node."""
+    """A rank that receives weights, and the other ranks of its deployment on the same node."""
 
     holdings: Sequence[Holding]
-    """The slices that each rank of its deployment holds."""
+    """The slices that each rank of the deployment holds."""
     rank: int
     here: Collection[int]
-    """The ranks of its deployment that are on its node."""
+    """The ranks of the deployment on this node."""
     tensors: Mapping[str, Tensor]
-    """The whole tensors of the model."""
+    """The model's full tensors."""
     slots: Sequence[TensorSlot]
-    """The rank's own slices of them, in its heap."""
+    """The rank's own slices of those tensors, with their offsets in its heap."""
 
     @property
     def held_here(self) -> dict[int, Holding]:
@@ -62,16 +62,16 @@ class Reader:
 @dataclass(frozen=True)
 class Needs:
     whole_parts: Mapping[str, list[Fetch]]
-    """The parts that are fetched whole, and the tensor slices of each that are used."""
+    """Part name → the tensor slices used from it, for each part to fetch whole."""
     slices: list[Slice]
     fetches: list[Fetch]
-    """The fetch that each tensor slice serves, in the order of `slices`."""
+    """The fetch that each entry of `slices` serves, in the same order."""
 
 
 def needs(manifest: VersionParts, reader: Reader) -> Needs:
-    """The parts and tensor slices that a node fetches of a version.
+    """Return the parts and tensor slices that a node must fetch from a version.
 
-    Raises: CallerError: FAILED_PRECONDITION: the manifest is of another model.
+    Raises: CallerError: FAILED_PRECONDITION: the manifest belongs to another model.
     """
     tables = [TensorTable.read(part.table).tensors for part in manifest.parts]
     for table in tables:
@@ -98,7 +98,7 @@ def needs(manifest: VersionParts, reader: Reader) -> Needs:
 
 
 def fetches_of_whole(reader: Reader) -> list[Fetch]:
-    """The tensor slices that this rank takes of a version that was written whole."""
+    """Return the tensor slices that this rank reads from a version written as a whole."""
     whole = {
         name: Box((0,) * len(tensor.shape), tensor.shape) for name, tensor in reader.tensors.items()
     }
@@ -106,10 +106,10 @@ def fetches_of_whole(reader: Reader) -> list[Fetch]:
 
 
 def from_part(tensors: Sequence[TensorSlot], wanted: Sequence[Fetch], reader: Reader) -> Runs:
-    """The byte runs that this rank copies out of a part.
+    """Return the byte runs that this rank copies out of a part.
 
-    Args:   tensors: the tensors as they lie in the part.
-    Raises: CallerError: FAILED_PRECONDITION: they are of another model.
+    Args:   tensors: the part's tensors with their offsets in the part.
+    Raises: CallerError: FAILED_PRECONDITION: the tensors belong to another model.
     """
     there = {slot.name: slot for slot in tensors}
     runs: Runs = []
@@ -126,8 +126,8 @@ def from_part(tensors: Sequence[TensorSlot], wanted: Sequence[Fetch], reader: Re
 
 
 def from_slices(slices: Sequence[Slice], wanted: Sequence[Fetch], reader: Reader) -> Runs:
-    """The byte runs that this rank copies out of the memory into which tensor slices were
-    fetched."""
+    """Return the byte runs that this rank copies out of the memory that holds fetched tensor
+    slices."""
     places = {id(fetch): each for fetch, each in zip(wanted, slices, strict=True)}
     heap = _heap(reader)
     runs: Runs = []
@@ -146,9 +146,9 @@ def _uses(wanted: Sequence[Fetch], rank: int) -> Iterator[tuple[Fetch, Use]]:
 def _runs(
     fetch: Fetch, use: Use, there: TensorSlot, start: tuple[int, ...], here: TensorSlot
 ) -> Runs:
-    """The byte runs of one use of a fetch.
+    """Return the byte runs of one use of a fetch.
 
-    Raises: CallerError: FAILED_PRECONDITION: the tensor slice is not inside either tensor.
+    Raises: CallerError: FAILED_PRECONDITION: the slice lies outside the source or the heap tensor.
     """
     for slot, at in ((there, start), (here, use.start)):
         inside = len(slot.shape) == len(at) and all(

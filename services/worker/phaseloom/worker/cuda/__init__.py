@@ -1,4 +1,4 @@
-"""GPU memory that can be given back and taken again at the same address, over the CUDA driver.
+"""GPU memory that can be freed and allocated again at the same address, through the CUDA driver.
 
-Imports the standard library and torch only. `state` calls it.
+Imports only the standard library and torch. `state` uses it.
 """

@@ -1,11 +1,11 @@
-"""The calls of the CUDA driver that device memory needs, each checked, by ctypes.
+"""Checked ctypes calls of the CUDA driver for managing device memory.
 
-Torch's own allocator can neither give memory back and keep its address nor hand it to another
-process as a descriptor; the driver's virtual memory calls can. Streams and events are made here
-too, so that everything but the view as a tensor works, and is tested, without torch.
+Torch's allocator can neither free memory while keeping its address nor export it to another process
+as a descriptor; the driver's virtual memory calls can. This module also makes streams and events,
+so that everything except the tensor view works, and is tested, without torch.
 
-Names, types and values are those of `cuda.h` (CUDA 13.0); functions that have a `_v2` are called by
-that name, which the header's macros hide. Never `load` in a process that forks afterwards.
+Names, types and values follow `cuda.h` (CUDA 13.0). Functions with a `_v2` variant are called by
+that name, which the header's macros hide. Never call `load` in a process that forks afterwards.
 Source: CUDA Driver API, "Virtual Memory Management" and "Memory Management".
 """
 
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 LIBRARY = "libcuda.so.1"
 
 DEFAULT_STREAM = 0
-"""The legacy default stream, which is torch's too."""
+"""The legacy default stream, which torch uses too."""
 
 _Pointer = ctypes.c_uint64
-"""The type CUdeviceptr; a handle of physical memory has the same type."""
+"""The type CUdeviceptr. A handle of physical memory has the same type."""
 
 _PINNED_ALLOCATION = 1
 _POSIX_DESCRIPTOR = 1
@@ -45,8 +45,8 @@ _STUB_LIBRARY = 34
 _OUT_OF_MEMORY = 2
 
 QUIET_CHECK = ("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-"""An environment variable and its value, for processes that fork. With it torch tells whether there
-is a GPU without starting the driver, which no child could use once it runs in the parent."""
+"""Environment variable and value for processes that fork. It makes torch detect a GPU without
+initialising the driver, which a child cannot use once its parent has initialised it."""
 
 
 class Location(ctypes.Structure):
@@ -125,7 +125,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
 
 
 class CudaError(RuntimeError):
-    """A call of the driver failed; it changed nothing but what the driver says."""
+    """A driver call failed. Side effects are limited to those that the driver documents."""
 
     def __init__(self, call: str, code: int, name: str, text: str) -> None:
         super().__init__(f"{call}: {name} ({code}): {text}")
@@ -137,71 +137,71 @@ class CudaError(RuntimeError):
 
 
 class CudaUnavailable(RuntimeError):
-    """There is no driver, no such device, or the device cannot do it; the message says which."""
+    """No driver or no such device, or the device lacks a feature; the message says which."""
 
 
 class Driver(Protocol):
-    """Calls for one device, on its primary context, which torch uses too. Raises: CudaError.
+    """Driver calls for one device in its primary context, which torch shares. Raises: CudaError.
 
-    Addresses, streams, events and handles of physical memory are plain numbers.
+    Addresses, streams, events and handles of physical memory are plain integers.
     """
 
     device: int
     granularity_bytes: int
-    """The unit of sizes of physical memory."""
+    """Sizes of physical memory are multiples of this."""
     can_share: bool
-    """Whether physical memory can go to another process."""
+    """Whether physical memory can be exported to another process."""
 
     def reserve(self, num_bytes: int) -> int:
-        """Reserve addresses without memory."""
+        """Reserve an address range without memory."""
         ...
 
     def unreserve(self, address: int, num_bytes: int) -> None: ...
 
     def create(self, num_bytes: int) -> int:
-        """Allocate physical memory; its content is undefined."""
+        """Allocate physical memory with undefined content and return its handle."""
         ...
 
     def release(self, handle: int) -> None:
-        """Drop a handle; the memory is given back once no process maps or holds it."""
+        """Drop a handle. The memory is freed when no process maps it or holds a handle."""
         ...
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
-        """Map all of the memory, readable and writable by this device."""
+        """Map the whole memory, readable and writable by this device."""
         ...
 
     def unmap(self, address: int, num_bytes: int) -> None: ...
 
     def export(self, handle: int) -> int:
-        """A descriptor that holds the memory; the caller closes it."""
+        """Return a descriptor that keeps the memory alive. The caller closes it."""
         ...
 
     def import_(self, fd: int) -> int:
-        """A handle of another process's memory; `fd` stays the caller's."""
+        """Return a handle of another process's memory. The caller still owns `fd`."""
         ...
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Pin host memory, which begins and ends at pages."""
+        """Pin host memory. Both ends must be page-aligned."""
         ...
 
     def unregister(self, address: int) -> None: ...
 
     def create_stream(self) -> int:
-        """A stream that never waits for the default stream by itself."""
+        """Create a stream that does not synchronise implicitly with the default stream."""
         ...
 
     def destroy_stream(self, stream: int) -> None: ...
 
     def synchronize(self, stream: int) -> None:
-        """Wait until everything in the stream is done."""
+        """Wait until all work in the stream is done."""
         ...
 
     def synchronize_all(self) -> None:
-        """Wait until everything that this process gave the device is done."""
+        """Wait until all work that this process submitted to the device is done."""
         ...
 
     def order(self, first: int, then: int) -> None:
-        """Make what enters the stream `then` from now on wait for what is in `first` now."""
+        """Make later work in the stream `then` wait for the work now in the stream `first`."""
         ...
 
     def copy_in(self, address: int, host_address: int, num_bytes: int, stream: int) -> None: ...
@@ -213,12 +213,12 @@ class Driver(Protocol):
     def clear(self, address: int, num_bytes: int, stream: int) -> None: ...
 
     def free_bytes(self) -> int:
-        """Free bytes of the whole device, whoever uses the rest."""
+        """Free bytes of the whole device, including what other processes could allocate."""
         ...
 
 
 class Library(Protocol):
-    """The driver's functions, as ctypes has them."""
+    """The driver's functions as ctypes exposes them."""
 
     def __getattr__(self, name: str) -> Any: ...
 
@@ -226,8 +226,7 @@ class Library(Protocol):
 class LibCuda:
     """The `Driver` of this machine.
 
-    Each call is made with the context current, because torch makes its context current in its own
-    threads only.
+    Every call pushes the context first, because torch makes it current only in its own threads.
     """
 
     def __init__(self, library: Library, device: int) -> None:
@@ -254,7 +253,7 @@ class LibCuda:
         self._ordinal = ordinal.value
         if not self._attribute(_HAS_VIRTUAL_MEMORY):
             raise CudaUnavailable(f"device {device} has no virtual memory management")
-        # Never released: torch shares it, and both live as long as the process.
+        # Never released: torch shares the context, and both live as long as the process.
         self._call("cuDevicePrimaryCtxRetain", byref(context), self._ordinal)
         self._context = context
         self.can_share = bool(self._attribute(_HAS_DESCRIPTORS))
@@ -296,7 +295,7 @@ class LibCuda:
 
     def import_(self, fd: int) -> int:
         handle = _Pointer()
-        # The descriptor itself stands where the pointer would.
+        # The API passes the descriptor itself in the pointer argument.
         self._do("cuMemImportFromShareableHandle", byref(handle), fd, _POSIX_DESCRIPTOR)
         return handle.value
 
@@ -329,7 +328,7 @@ class LibCuda:
                 self._call("cuEventRecord", event, first)
                 self._call("cuStreamWaitEvent", then, event, 0)
             finally:
-                # The driver keeps it until whoever waits for it is done.
+                # The driver keeps the event until its waiters are done.
                 self._call("cuEventDestroy_v2", event)
 
     def copy_in(self, address: int, host_address: int, num_bytes: int, stream: int) -> None:
@@ -373,10 +372,10 @@ class LibCuda:
         return granularity.value
 
     def _exports(self) -> bool:
-        """Whether memory can be exported. It is tried, because a sandbox may refuse what the device
-        can do.
+        """Try whether memory can be exported, because a sandbox may forbid what the device
+        supports.
 
-        A full device leaves no room to try; then the device's word is taken.
+        A full device has no memory for the attempt; then assume that exporting works.
         """
         try:
             handle = self.create(self.granularity_bytes)
@@ -418,7 +417,7 @@ class LibCuda:
 
 
 def load(device: int = 0) -> LibCuda:
-    """The machine's driver. Raises: CudaUnavailable: there is none that can be used; CudaError."""
+    """Load this machine's driver. Raises: CudaUnavailable: no usable driver; CudaError."""
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError as error:

@@ -1,15 +1,15 @@
 """A rank's device memory on an NVIDIA GPU, and memory that two processes share.
 
 Invariants
-- Addresses are reserved once; physical memory comes and goes behind them. So tensors, the optimizer
-  and captured graphs go on after a load, as on the emulated device.
-- Copies run on a stream of their own, from and to pinned host memory. A copy begins after whatever
-  the default stream was given before, and what the default stream is given later begins after the
-  copy: when `copy_in` returns, it is safe to launch there.
-- No memory is taken from under a kernel: before it is given back, the device is idle.
+- Addresses are reserved once, and physical memory behind them is mapped and unmapped. Tensors, the
+  optimizer and captured graphs therefore stay valid after a load, as on the emulated device.
+- Copies use a separate stream and pinned host memory. A copy waits for earlier work of the default
+  stream, and later work of the default stream waits for the copy. Launching kernels is safe as soon
+  as `copy_in` returns.
+- The device is idle before memory is unmapped, so no running kernel loses its memory.
 
-One thread at a time; which one does not matter. Imports the standard library only, and torch where
-a tensor is asked for.
+Not thread-safe, but not bound to one thread. Imports only the standard library; torch is imported
+when a tensor is requested.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ Part = tuple[int, int, int]
 
 
 class DeviceRange:
-    """Addresses that stay while the memory behind them comes and goes."""
+    """An address range that stays reserved while the memory behind it is mapped and unmapped."""
 
     def __init__(self, driver: Driver, num_bytes: int) -> None:
-        """Reserve addresses. Raises: CudaError: no addresses are left. ValueError: the size is
+        """Reserve addresses. Raises: CudaError: no address space is available. ValueError: the size
+        is
         negative."""
         if num_bytes < 0:
             raise ValueError(f"{num_bytes} bytes")
@@ -49,24 +50,23 @@ class DeviceRange:
         return self._handle is not None
 
     def populate(self) -> None:
-        """Put fresh memory of undefined content there.
+        """Map new memory with undefined content.
 
-        Raises: CudaError: the device has none; none is taken then.
+        Raises: CudaError: the device is out of memory; nothing is allocated then.
         """
         self._map(self._driver.create(self.mapped_bytes))
 
     def adopt(self, fd: int) -> None:
-        """Put memory there that another range of this size has exported; `fd` stays the caller's.
+        """Map memory that another range of this size exported. The caller still owns `fd`.
 
-        Raises: CudaError: the memory is of another device, or smaller than this range.
+        Raises: CudaError: the memory belongs to another device or is smaller than this range.
         """
         self._map(self._driver.import_(fd))
 
     def export(self) -> int:
-        """A descriptor of the memory, for `adopt` in any process; the caller closes it.
+        """Return a descriptor for `adopt` in any process. The caller closes it.
 
-        The memory lives while anyone maps it or holds a descriptor, also past `vacate`.
-
+        The memory lives while any process maps it or holds a descriptor, even after `vacate`.
         Raises: CudaUnavailable: this device's memory cannot be shared. CudaError.
         """
         if not self._driver.can_share:
@@ -75,7 +75,7 @@ class DeviceRange:
         return self._driver.export(self._handle)
 
     def vacate(self) -> None:
-        """Give the memory back, if there is any."""
+        """Unmap and free the memory, if any, after the device is idle."""
         if self._handle is None:
             return
         self._driver.synchronize_all()
@@ -84,7 +84,7 @@ class DeviceRange:
         self._driver.release(handle)
 
     def close(self) -> None:
-        """Give the addresses back, too: nothing may use them any more."""
+        """Free the memory and the addresses. Nothing may use them afterwards."""
         self.vacate()
         self._driver.unreserve(self.address, self.mapped_bytes)
 
@@ -99,16 +99,16 @@ class DeviceRange:
 
 
 class PinnedMemory:
-    """Host memory that the device itself reads and writes, until `close`.
+    """Host memory that the device accesses directly until `close`.
 
-    Whoever gives the memory back to the system must `close` this first: its pages stay with the
-    device, though the mapping has others by then.
+    Call `close` before freeing the memory. The device keeps the pinned pages, so it would otherwise
+    access pages that no longer belong to the mapping.
     """
 
     def __init__(self, driver: Driver, memory: memoryview) -> None:
         """Pin memory.
 
-        Args:   memory: writable, the beginning of a mapping of whole pages.
+        Args:   memory: writable; starts at the beginning of a mapping of whole pages.
         Raises: CudaError: it cannot be pinned.
         """
         self.memory = memory
@@ -122,19 +122,19 @@ class PinnedMemory:
 
 
 class CudaHeap:
-    """`DeviceMemory` of `num_bytes` on a GPU, zeroes until written.
+    """`DeviceMemory` of `num_bytes` on a GPU, zero until written.
 
-    Scratch memory beside it comes and goes with it and is never copied.
+    Additional scratch memory is released together with the heap and never copied.
     """
 
     def __init__(self, num_bytes: int, driver: Driver, scratch_bytes: int = 0) -> None:
-        """Allocate and clear the memory. Raises: CudaError: the device does not have so much
-        free."""
+        """Allocate and clear the memory. Raises: CudaError: the device has too little free
+        memory."""
         self.num_bytes = num_bytes
         self.scratch_bytes = scratch_bytes
         self.unpinned_because = "nothing was given to pin"
-        """The reason why copies go through the driver's own buffers, which is slower; empty: they
-        do not."""
+        """Why copies use the driver's slower staging buffers; empty if the host memory is
+        pinned."""
         self._driver = driver
         self._pinned: PinnedMemory | None = None
         self._tensor: torch.Tensor | None = None
@@ -150,7 +150,7 @@ class CudaHeap:
 
     @property
     def address(self) -> int:
-        """The address of the heap, the same for as long as the heap lives."""
+        """The address of the heap, constant while the heap lives."""
         return self._range.address
 
     @property
@@ -166,8 +166,8 @@ class CudaHeap:
         return self._pinned is not None
 
     def tensor(self) -> torch.Tensor:
-        """A tensor over the heap's bytes, always at the same address. Use it only while the memory
-        is there."""
+        """A tensor over the heap's bytes, always at the same address. Use it only while memory is
+        mapped."""
         if self._tensor is None:
             from phaseloom.worker.cuda.tensors import memory_tensor
 
@@ -186,7 +186,7 @@ class CudaHeap:
         return [self._range, *([self._scratch] if self._scratch else [])]
 
     def _populate(self) -> None:
-        """Take the memory that is missing. Raises: CudaError: the device has no more; none is taken
+        """Allocate the missing memory. Raises: CudaError: out of memory; nothing is allocated
         then."""
         missing = [each for each in self._ranges if not each.is_populated]
         try:
@@ -198,8 +198,8 @@ class CudaHeap:
             raise
 
     def pin(self, memory: memoryview) -> None:
-        """Let copies go to and from this mapping directly; where it cannot be pinned they work,
-        too."""
+        """Pin this mapping for direct copies. If pinning fails, copies still work through staging
+        buffers."""
         self.unpin()
         try:
             self._pinned = PinnedMemory(self._driver, memory)
@@ -208,19 +208,19 @@ class CudaHeap:
             self.unpinned_because = str(error)
 
     def unpin(self) -> None:
-        """Unpin the mapping, whose pages may then be given back to the system."""
+        """Unpin the mapping. Its pages may then be freed."""
         if self._pinned is not None:
             self._pinned.close()
             self._pinned = None
             self.unpinned_because = "it was unpinned"
 
     def copy_out(self, target: memoryview) -> None:
-        """Copy out the whole heap as everything launched so far leaves it; complete on return."""
+        """Copy out the whole heap after all launched work. The copy is complete on return."""
         self._check(target)
         self.copy_parts_out([(0, 0, self.num_bytes)], target)
 
     def copy_parts_out(self, parts: Sequence[Part], target: memoryview) -> None:
-        """Copy some of the heap as everything launched so far leaves it; complete on return.
+        """Copy parts of the heap after all launched work. The copy is complete on return.
 
         Args: parts: offsets in the heap and in `target`.
         """
@@ -232,7 +232,7 @@ class CudaHeap:
         self.finish()
 
     def copy_parts_in(self, source: memoryview, parts: Sequence[Part]) -> None:
-        """Copy over some of the heap, which has its memory. `source` is free on return.
+        """Overwrite parts of the populated heap. The caller may reuse `source` on return.
 
         Args: parts: offsets in `source` and in the heap.
         """
@@ -240,38 +240,40 @@ class CudaHeap:
         self.finish()
 
     def copy_in(self, source: memoryview) -> None:
-        """Replace the whole heap; takes memory if it was released. `source` is free on return.
+        """Replace the whole heap, allocating released memory first. `source` is reusable on return.
 
-        Raises: CudaError: the device has no memory left; none is taken then.
+        Raises: CudaError: the device is out of memory; nothing is allocated then.
         """
         self.begin_copy_in(source)
         self.finish()
 
     def begin_copy_in(self, source: memoryview) -> None:
-        """Begin a `copy_in`; `source` must stay as it is until `finish`.
+        """Start a `copy_in`. `source` must not change until `finish`.
 
-        What is launched on the default stream from now on sees the new content.
+        Work launched on the default stream from now on sees the new content.
         """
         self._check(source)
         self._populate()
         self._begin_parts(source, [(0, 0, self.num_bytes)])
 
     def finish(self) -> None:
-        """Wait until the copies that were begun are done."""
+        """Wait until all started copies are done."""
         self._driver.synchronize(self._stream)
 
     def copy_from(self, source: DeviceRange, parts: Sequence[Part]) -> None:
-        """Copy over some of the heap from other device memory, maybe another process's; complete on
-        return."""
+        """Overwrite parts of the heap from other device memory, possibly of another process.
+
+        The copy is complete on return.
+        """
         check_parts(parts, source.num_bytes, self.num_bytes)
         self._move(source.address, self.address, parts)
 
     def share(self, num_bytes: int, parts: Sequence[Part]) -> int:
-        """Copy some of the heap to fresh device memory, with zeroes elsewhere, for `take` in any
+        """Copy parts of the heap into new, otherwise zeroed device memory, for `take` in any
         process.
 
-        Args:    parts: offsets in the heap and in the fresh memory.
-        Returns: a descriptor, which alone keeps the memory; the caller closes it.
+        Args:    parts: offsets in the heap and in the new memory.
+        Returns: a descriptor that alone keeps the memory alive; the caller closes it.
         Raises:  CudaUnavailable: this device's memory cannot be shared. CudaError.
         """
         check_parts(parts, self.num_bytes, num_bytes)
@@ -285,12 +287,12 @@ class CudaHeap:
             shared.close()
 
     def take(self, fd: int, num_bytes: int, parts: Sequence[Part]) -> None:
-        """Copy over some of the heap the memory that another process shared; `fd` stays the
-        caller's.
+        """Overwrite parts of the heap with memory that another process shared.
 
-        Args:   num_bytes: the size that the other process said.
+        The caller still owns `fd`.
+        Args:   num_bytes: the size that the other process reported.
                 parts: offsets in the shared memory and in the heap.
-        Raises: CudaError: the memory is of another device, or smaller; nothing has changed.
+        Raises: CudaError: the memory belongs to another device or is smaller; nothing has changed.
         """
         shared = DeviceRange(self._driver, num_bytes)
         try:
@@ -300,9 +302,9 @@ class CudaHeap:
             shared.close()
 
     def release(self) -> None:
-        """Give the memory back: nothing may use it until `copy_in`.
+        """Free the memory. Nothing may use the heap until `copy_in`.
 
-        Memory that torch keeps for its own later use is given back, too: others count it.
+        Also frees the memory that torch has cached, because it counts against other processes.
         """
         for each in self._ranges:
             each.vacate()
@@ -312,7 +314,7 @@ class CudaHeap:
             return_cached_memory()
 
     def resident_bytes(self) -> int:
-        """The bytes of device memory that are taken now, in whole granules."""
+        """Bytes of device memory in use by this heap, in whole granules."""
         return sum(each.mapped_bytes for each in self._ranges if each.is_populated)
 
     def close(self) -> None:
@@ -322,8 +324,7 @@ class CudaHeap:
         self._driver.destroy_stream(self._stream)
 
     def _move(self, source: int, target: int, parts: Sequence[Part]) -> None:
-        """Copy within device memory, ordered between earlier and later work of the default
-        stream."""
+        """Copy within device memory, after earlier and before later work of the default stream."""
         self._driver.order(DEFAULT_STREAM, self._stream)
         for start, to, num_bytes in parts:
             self._driver.copy_within(target + to, source + start, num_bytes, self._stream)
@@ -349,8 +350,7 @@ class CudaHeap:
 
 
 def check_parts(parts: Sequence[Part], source_bytes: int, target_bytes: int) -> None:
-    """Check the parts of a copy. Raises: ValueError: one is out of bounds, so nothing may be
-    copied."""
+    """Check the parts of a copy. Raises: ValueError: a part is out of bounds; copy nothing then."""
     for start, to, num_bytes in parts:
         is_inside = min(start, to, num_bytes) >= 0
         if not is_inside or start + num_bytes > source_bytes or to + num_bytes > target_bytes:

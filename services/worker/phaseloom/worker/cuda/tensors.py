@@ -1,6 +1,6 @@
-"""A torch tensor over memory that torch did not allocate, by DLPack.
+"""A torch tensor over memory that torch did not allocate, through DLPack.
 
-Host memory and device memory are wrapped alike, so that this is tested where there is no device.
+Host and device memory are wrapped the same way, so that tests need no device.
 Source: the DLPack specification, `DLManagedTensor`.
 """
 
@@ -43,7 +43,7 @@ class _ManagedTensor(ctypes.Structure):
 
 
 class _Described(ctypes.Structure):
-    """One block of C memory, whose deleter is simply `free`."""
+    """A DLPack tensor with its shape and strides in one malloc block, whose deleter is `free`."""
 
     _fields_ = (
         ("managed", _ManagedTensor),
@@ -61,7 +61,7 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
 def memory_tensor(address: int, num_bytes: int, device: int | None) -> torch.Tensor:
-    """A tensor over the bytes at an address, which the caller must keep valid.
+    """A tensor over the bytes at an address. The caller must keep the memory valid.
 
     Args: device: the number of the CUDA device; None: host memory.
     """
@@ -81,7 +81,7 @@ def memory_tensor(address: int, num_bytes: int, device: int | None) -> torch.Ten
             byte_offset=0,
         ),
         None,
-        # Called by torch with the block, when the last view is gone, at whatever point of the exit.
+        # torch calls this with the block when the last view is gone, possibly late during exit.
         ctypes.cast(_libc.free, ctypes.c_void_p).value,
     )
     tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(_new_capsule(block, b"dltensor", None))
@@ -89,5 +89,5 @@ def memory_tensor(address: int, num_bytes: int, device: int | None) -> torch.Ten
 
 
 def return_cached_memory() -> None:
-    """Give back the device memory that torch keeps and no tensor uses."""
+    """Free the device memory that torch has cached and no tensor uses."""
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""A rank's memory and its side of the state manager: heap, host copies, weights versions, link.
+"""A rank's memory (heap, host copies, weights versions) and its connection to the state manager.
 
-`rank` drives it; the agent's own client of the state manager uses the same link.
+`rank` uses this package. The agent's own client of the state manager shares `link`.
 """

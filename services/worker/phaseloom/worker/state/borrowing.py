@@ -1,8 +1,8 @@
-"""Host memory that a rank borrows from its state manager, for as long as an operation needs it.
+"""Host memory that a rank borrows from its state manager for the duration of an operation.
 
-So it counts in the node's budget, and where there is no room the operation is refused with the
-numbers. The last reference to the memory returns it. It is the rank's across a restart of the state
-manager, and the state manager takes it back from a rank that has died.
+Loans count against the node's host memory budget. If the budget has no room, the state manager
+refuses the operation with the numbers. Dropping the last reference to the memory returns the loan.
+A loan survives a restart of the state manager, which reclaims the loans of ranks that died.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class OwnBytes:
-    """Memory for the first bytes of a rank's heap, while it has others there."""
+    """Saves the first bytes of a rank's heap while other weights temporarily occupy them."""
 
     memory: memoryview
     applied: int
-    """The heap's seq for which they are: at another one it must not be used."""
+    """The heap's seq that these bytes belong to. They must not be used at any other seq."""
     is_filled: bool
-    """Whether the memory is the host copy, which has the bytes."""
+    """Whether `memory` already contains the bytes, because it is the heap's host copy."""
 
 
 class Loans:
-    """The loans of one rank: it borrows memory here, and returns it by dropping the memory."""
+    """The loans of one rank. The rank borrows memory here and returns it by dropping the memory."""
 
     def __init__(self, link: StateLink) -> None:
         self._link = link
@@ -43,26 +43,27 @@ class Loans:
         self._own: weakref.ref[OwnBytes] | None = None
         self._own_lock = asyncio.Lock()
         self._over: asyncio.Queue[int] = asyncio.Queue()
-        """The loans whose memory is unmapped."""
+        """Loans whose memory is unmapped and that still have to be returned."""
         self._returning = asyncio.create_task(self._return())
 
     async def close(self) -> None:
         await lifecycle.end([self._returning])
 
     async def borrow(self, num_bytes: int, what: str) -> memoryview:
-        """Memory of undefined content. Args: what: what it is for, in a refusal.
+        """Borrow memory with undefined content.
 
+        Args:   what: purpose of the memory, used in the message of a refusal.
         Raises: ResourceError: RESOURCE_EXHAUSTED, with the numbers.
         """
         return (await self._borrow(num_bytes, what)).memory
 
     async def for_own(self, num_bytes: int, applied: int) -> OwnBytes:
-        """Memory for the heap's first bytes, while it has others there. All who ask before it is
-        returned have the same memory, which they use one after another.
+        """Borrow memory that saves the heap's first bytes while other weights occupy them.
 
-        Args:   num_bytes: the same at each call.
+        Concurrent callers share the same memory and use it one after another.
+        Args:   num_bytes: must be the same in every call.
                 applied: the heap's seq.
-        Raises: as `borrow`.
+        Raises: the errors of `borrow`.
         """
         async with self._own_lock:
             own = self._own() if self._own is not None else None
@@ -84,7 +85,8 @@ class Loans:
         loop = asyncio.get_running_loop()
 
         def note() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: this process ends
+            # the loop is closed because the process is exiting
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._over.put_nowait, loan)
 
         mapping.when_unmapped(note)

@@ -1,10 +1,9 @@
-"""A rank's client of the state manager: its session, its heap's first content, its checkpoints.
+"""A rank's client of the state manager: its session, initial heap content and checkpoints.
 
-Copies that the state manager orders are in `hostcopies`; the weights versions that the rank makes
-and reads are in `versions`. Copies run in a thread and without the GIL: the event loop goes on.
-
-The client outlives the daemon: see `StateLink`. The state manager is gone for good only when the
-client's `closed` is done.
+`hostcopies` makes the copies that the state manager orders. `versions` writes and reads weights
+versions. Copies run in a thread without the GIL, so the event loop stays responsive. The client
+survives restarts of the daemon (see `StateLink`). The future `closed` completes only when the state
+manager will not come back.
 """
 
 from __future__ import annotations
@@ -66,9 +65,10 @@ Kind = TypeVar("Kind")
 
 
 class RankStateClient:
-    """A rank's connection to the state manager, which manages its heap and orders its copies.
+    """A rank's connection to the state manager, which manages the rank's heap and orders its
+    copies.
 
-    When `closed` is done nobody manages the rank's memory any more, and it must exit.
+    The rank must exit when `closed` is done, because nothing manages its memory from then on.
     """
 
     def __init__(
@@ -102,15 +102,18 @@ class RankStateClient:
         executor: Executor | None = None,
         reconnect_s: float = RECONNECT_S,
     ) -> RankStateClient:
-        """Join the state manager.
+        """Connect to the state manager.
 
-        Args:   applied: gives the seq of the last mutating operation in the heap; asked at each
-                    copy out.
-                on_loaded: called in the executor after the heap's bytes were replaced by a load.
-                executor: one thread, in which all copies run: the backend's, so that copies and
-                    operations exclude each other. None: a thread of its own. Calls of this client
-                    must not be waited for inside it.
-        Raises: ResourceError: nobody listens. CallerError: PERMISSION_DENIED.
+        Args:   applied: returns the seq of the last mutating operation in the heap; called at every
+                 copy
+                    out.
+                on_loaded: called in the executor after a load has replaced the heap's bytes.
+                executor: a single thread that runs all copies. Pass the backend's thread, so that
+                    copies
+                    and operations exclude each other. None: the client creates a thread. Do not
+                        wait
+                    for calls of this client inside this thread.
+        Raises: ResourceError: nobody listens on the socket. CallerError: PERMISSION_DENIED.
         """
         client = cls(
             path,
@@ -128,9 +131,9 @@ class RankStateClient:
         return self._link.closed
 
     async def close(self, last: Callable[[], None] = lambda: None) -> None:
-        """Leave; copies under way end first, and orders that come now are refused. Idempotent.
+        """Disconnect after running copies have finished; refuse new orders. Idempotent.
 
-        Args: last: called in the executor, before the state manager learns that the rank is gone.
+        Args: last: called in the executor before the state manager learns that the rank has left.
         """
         if not self._is_leaving:
             self._is_leaving = True
@@ -169,14 +172,15 @@ class RankStateClient:
         frozen: bool = False,
         model: str = "",
     ) -> int:
-        """Hand the heap over to the state manager, and map its extent.
+        """Register the heap with the state manager and map its extent.
 
-        Args:    host_bytes: the bytes of state that lives in `host_memory` alone.
-                 frozen, model: see `RegisterHeap`.
-        Returns: the seq of the seal in the extent, which is loaded into the heap at the first
-                 switch-in. 0: there is none; fill the heap and call `commit_initial`.
-        Raises:  ResourceError: no room; DATA_LOSS: the seal's file is bad. CallerError:
-                 FAILED_PRECONDITION, with the numbers: the seal is of another layout.
+        Args:    host_bytes: size of the state that exists only in `host_memory`.
+                 frozen, model: as in `RegisterHeap`.
+        Returns: the seq of the seal in the extent; the first switch-in loads it into the heap. 0:
+                 there
+                 is no seal, so fill the heap and call `commit_initial`.
+        Raises:  ResourceError: no room; DATA_LOSS: the seal's file is corrupt. CallerError:
+                 FAILED_PRECONDITION, with the numbers: the seal has a different layout.
         """
         request = RegisterHeap(
             heap.num_bytes,
@@ -203,18 +207,19 @@ class RankStateClient:
 
     @property
     def weights_bytes(self) -> int:
-        """As `HostCopies.weights_bytes`."""
+        """See `HostCopies.weights_bytes`."""
         return self._copies.weights_bytes
 
     @property
     def host_memory(self) -> memoryview:
-        """As `HostCopies.host_memory`."""
+        """See `HostCopies.host_memory`."""
         return self._copies.host_memory
 
     async def commit_initial(self, applied: int = 0) -> None:
-        """Copy the filled heap to the extent and release it: the deployment starts offloaded.
+        """Copy the filled heap to the extent and release it, so that the deployment starts
+        offloaded.
 
-        Args: applied: the seq of the state, where it came from a checkpoint.
+        Args: applied: the seq of the state if it came from a checkpoint.
         """
         heap, extent = self._copies.registered()
         await self._run(lambda: self._copies.out(heap, extent))
@@ -222,10 +227,10 @@ class RankStateClient:
         await self._commit_initial(digest, applied)
 
     async def commit_checkpoint(self, name: str, applied: int) -> None:
-        """Have the extent filled from a checkpoint, whatever the heap holds; called instead of
-        `commit_initial`.
+        """Have the state manager fill the extent from a checkpoint and ignore the heap's content.
 
-        Raises: as `read_checkpoint`.
+        Call it instead of `commit_initial`.
+        Raises: the errors of `read_checkpoint`.
         """
         load = f"begins at {applied}"
         read = await self._link.ask(ReadCheckpoint(name, load=load), CheckpointRead)
@@ -243,8 +248,9 @@ class RankStateClient:
     async def take_snapshot(
         self, operation: str, name: str, seq: int, *, overwrite: bool = False
     ) -> None:
-        """Have the state of all ranks copied for a checkpoint; then the ranks may go on.
+        """Have the state manager copy the state of all ranks for a checkpoint.
 
+        The ranks may continue when this returns.
         Raises: CallerError: ALREADY_EXISTS. ResourceError: no host memory.
         """
         await self._link.ask(TakeSnapshot(operation, name, seq, overwrite), SnapshotTaken)
@@ -260,12 +266,13 @@ class RankStateClient:
         ttl_s: float = 0.0,
         overwrite: bool = False,
     ) -> str:
-        """Write the checkpoint whose state was copied; returns when it is durable.
+        """Write the checkpoint from the copied state; return when it is durable.
 
-        Args:    companions: files to copy beside the tensors.
+        Args:    companions: files to copy next to the tensors.
                  ttl_s, overwrite: as in `SaveState`.
-        Returns: the SHA-256 of its weights.
-        Raises:  ResourceError: the disk is full, or fails; a companion is not as registered.
+        Returns: the SHA-256 of the checkpoint's weights.
+        Raises:  ResourceError: the disk is full or fails, or a companion differs from its
+                 registration.
         """
         message = WriteCheckpoint(operation, name, config, keep, companions, ttl_s, overwrite)
         return (await self._link.ask(message, CheckpointWritten)).weights_sha256
@@ -273,15 +280,15 @@ class RankStateClient:
     async def read_checkpoint(
         self, name: str, source: str = "", *, optimizer: bool = True, load: str = ""
     ) -> str:
-        """Replace the state of all ranks by a checkpoint's; called by the leader.
+        """Replace the state of all ranks by a checkpoint. Called by the leader.
 
-        Whatever is raised, nothing was changed, or the ranks are cut off.
-
+        After any error, either nothing has changed or the state manager has disconnected the ranks.
         Args:    source, optimizer: as in `LoadState`.
                  load: as in `ReadCheckpoint`.
-        Returns: the SHA-256 of its weights; empty where the checkpoint does not say.
-        Raises:  CallerError: NOT_FOUND; FAILED_PRECONDITION: it is of another model. ResourceError:
-                 DATA_LOSS; no host memory.
+        Returns: the SHA-256 of the checkpoint's weights; empty if the checkpoint does not record
+                 it.
+        Raises:  CallerError: NOT_FOUND; FAILED_PRECONDITION: the checkpoint is of another model.
+                 ResourceError: DATA_LOSS; no host memory.
         """
         message = ReadCheckpoint(name, source, optimizer, load)
         return (await self._link.ask(message, CheckpointRead)).weights_sha256
@@ -289,18 +296,20 @@ class RankStateClient:
     async def open_saved(self, name: str, source: str) -> SavedOpened:
         """Describe the weights of a checkpoint.
 
-        Args:   source: as of `LoadState`.
+        Args:   source: as in `LoadState`.
         Raises: CallerError: NOT_FOUND. ResourceError: DATA_LOSS.
         """
         return await self._link.ask(OpenSaved(name, source), SavedOpened)
 
     async def read_saved(self, name: str, source: str, num_bytes: int = 0) -> memoryview:
-        """The weights of a checkpoint, verified, in memory that is borrowed for them.
+        """Read and verify the weights of a checkpoint into borrowed memory.
 
-        Args:   num_bytes: of their layout, as `open_saved` has described it; 0: each has the offset
-                    that it has in the heap.
-        Raises: as `open_saved`. CallerError: FAILED_PRECONDITION: they are another model's.
-                ResourceError: RESOURCE_EXHAUSTED: no host memory.
+        Args:   num_bytes: size of the layout that `open_saved` described. 0: place every tensor at
+                 its
+                    offset in the heap.
+        Raises: the errors of `open_saved`. CallerError: FAILED_PRECONDITION: the weights are of
+                 another
+                model. ResourceError: RESOURCE_EXHAUSTED: no host memory.
         """
         size = num_bytes or self._copies.weights_bytes
         memory = await self.loans.borrow(size, f"the weights of checkpoint {name}")
@@ -314,7 +323,7 @@ class RankStateClient:
         await self._link.ask(PruneCheckpoints(keep, needed), Done)
 
     async def remove_checkpoint(self, name: str) -> int:
-        """Remove a checkpoint of this deployment. Returns: the bytes of its files.
+        """Remove a checkpoint of this deployment and return the size of its files in bytes.
 
         Raises: ResourceError: the disk fails.
         """

@@ -1,10 +1,10 @@
-"""Extents in a rank's memory, and copies between them and its heap.
+"""Extents mapped into a rank's memory, and copies between them and the rank's heap.
 
-Large copies take several threads: one alone is bound by the page faults of fresh memory. Bytes that
-are hashed and copied are hashed first, piece by piece, which brings them into the cache: then the
-copy takes as long as one without a hash. To hash what was copied would read the target from memory
-that has just been written, and take a quarter longer. Neither the copy nor the hash holds the GIL;
-slice assignment would.
+Large copies use several threads, because page faults of fresh memory limit a single thread. If
+bytes are both hashed and copied, each chunk is hashed first: hashing brings it into the cache, so
+the copy takes no longer than without a hash. Hashing the target after the copy would read freshly
+written memory and take a quarter longer. Copies and hashes release the GIL; slice assignment would
+hold it.
 """
 
 from __future__ import annotations
@@ -29,27 +29,25 @@ from phaseloom.common.transport.framing import close_fds
 from phaseloom.worker.state.heap import ALIGNMENT_BYTES, PAGE_BYTES
 
 _CHUNK_BYTES = 2 * 1024 * 1024
-"""The bytes that are hashed and copied at a time: few enough to be in the cache still when they are
-copied."""
+"""Bytes hashed and copied at a time. A chunk must still be in the cache when it is copied."""
 _PART_BYTES = 64 * 1024 * 1024
-"""The bytes of one memmove: so many that it writes past the cache."""
+"""Bytes of one memmove, large enough for stores that bypass the cache."""
 _BATCH_BYTES = 8 * 1024 * 1024
-"""The bytes of tensors that one thread copies before it looks for more: so few that all threads end
-together."""
+"""Bytes of tensors that a thread copies before it takes more work, small enough that all threads
+finish together."""
 _MAX_MAPPED_VERSIONS = 3
-"""The number of versions whose mappings are kept for reuse; each keeps its extent's memory
-alive."""
+"""Versions whose mappings are kept for reuse. Each mapping keeps its extent's memory alive."""
 
 
 _Tile = tuple[int, int, int | None]
-"""[start, end) of a target, and the distance to the source's bytes; distance None: zeroes."""
+"""[start, end) of a target, and the distance to the source's bytes. Distance None: write zeroes."""
 
 
 class Mapping:
-    """An extent in this process's memory. It is unmapped when the last reference is gone."""
+    """An extent mapped into this process. Dropping the last reference unmaps it."""
 
     def __init__(self, fd: int, num_bytes: int, *, writable: bool) -> None:
-        """Map an extent. Closes `fd`, which the mapping outlives."""
+        """Map an extent and close `fd`, which the mapping does not need any longer."""
         mapped_bytes = max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
         try:
             self._map, self._start = map_file(fd, mapped_bytes, writable=writable)
@@ -58,33 +56,36 @@ class Mapping:
         finally:
             os.close(fd)
         self.is_settled = not writable
-        """Whether it is on huge pages, as far as the system gives them, or nobody has asked."""
+        """Whether `make_huge` has run or is unnecessary because the mapping is read-only."""
 
     def _view(self) -> memoryview:
         return memoryview(self._map)[self._start : self._start + self._num_bytes]
 
     def make_huge(self) -> None:
-        """Put the mapping on huge pages, before it is pinned.
+        """Move the mapping to huge pages. Call this before it is pinned.
 
-        Tried once, because every switch would have to look again for what the system did not give,
-        and the system waits for all cores before it looks. It takes long: run it in a thread.
+        Runs once per mapping: the kernel synchronises all cores before each attempt, and would
+        search again at every switch for the huge pages that it could not provide. It is slow, so
+        run it in a thread.
         """
         if not self.is_settled:
             self.is_settled = True
-            make_huge(self._view())  # of its own: `try_close` may release the buffer meanwhile
+            # A view of its own: `try_close` may release `buffer` in the meantime.
+            make_huge(self._view())
 
     def close(self) -> None:
-        """Unmap the extent now, or with the last reference to it."""
+        """Unmap the extent now, or when its last reference is dropped."""
         self.buffer.release()
         with contextlib.suppress(BufferError):
             self._map.close()
 
     def when_unmapped(self, call: Callable[[], object]) -> None:
-        """Call this once, in whatever thread, when the extent is unmapped."""
+        """Call `call` once, in an arbitrary thread, when the extent is unmapped."""
         weakref.finalize(self._map, call).atexit = False
 
     def try_close(self) -> bool:
-        """Unmap the extent now. Returns: False: something refers to it, and it stays."""
+        """Unmap the extent now. Return False and keep the mapping if something still refers to
+        it."""
         self.buffer.release()
         try:
             self._map.close()
@@ -95,14 +96,14 @@ class Mapping:
 
 
 class MappedVersions:
-    """The extents of the weights versions that were used last, each mapped once."""
+    """The extents of the most recently used weights versions, each mapped once."""
 
     def __init__(self) -> None:
         self._mappings: OrderedDict[tuple[int, int, bool], Mapping] = OrderedDict()
         self._keys: dict[Mapping, VersionKey] = {}
 
     def map(self, key: VersionKey, fds: list[int], num_bytes: int, *, writable: bool) -> Mapping:
-        """The extent whose descriptor came, through its earlier mapping if there is one."""
+        """Return a mapping of the received extent, reusing an earlier mapping of the same file."""
         if len(fds) != 1:
             close_fds(fds)
             raise InternalError(f"{len(fds)} extents came for one version")
@@ -131,7 +132,7 @@ class MappedVersions:
         return older
 
     def unmap_unused(self) -> list[VersionKey]:
-        """Unmap the extents that nothing refers to. Returns: the versions whose mappings stay."""
+        """Unmap the unreferenced extents and return the versions whose mappings remain."""
         self._close(list(self._mappings))
         return list(self._keys.values())
 
@@ -142,7 +143,6 @@ class MappedVersions:
 
 
 def copy(source: memoryview, target: memoryview) -> None:
-    """Copy `source` over `target`."""
     _move(_address(source), _address(target), len(source))
 
 
@@ -158,7 +158,7 @@ def _move(source_address: int, target_address: int, num_bytes: int) -> None:
 
 
 def copy_hashed(source: memoryview, target: memoryview) -> str:
-    """Copy the beginning of `source` over all of `target`.
+    """Copy the first `len(target)` bytes of `source` to `target`.
 
     Returns: the digest of the whole `source`.
     """
@@ -182,11 +182,11 @@ def _address(view: memoryview) -> int:
 
 
 def gather(target: memoryview, heap: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]) -> str:
-    """Copy heap slots to their places in a version; the gaps between them become zeroes.
+    """Copy heap slots to their offsets in a version and fill the gaps between them with zeroes.
 
-    So equal weights have equal digests, whatever the extent held before.
-
-    Args:    pairs: slots of the heap, and their places in the version, which follow one another.
+    The zeroes give equal weights equal digests, whatever the extent contained before.
+    Args:    pairs: slots of the heap with their slots in the version, ordered by offset in the
+             version.
     Returns: the digest of the version.
     """
     heap_address, address = _address(heap), _address(target)
@@ -210,9 +210,9 @@ def gather(target: memoryview, heap: memoryview, pairs: list[tuple[TensorSlot, T
 
 
 def _tiles(pairs: list[tuple[TensorSlot, TensorSlot]], num_bytes: int) -> Iterator[_Tile]:
-    """The tiles of a version of this size, in order; they cover all of it.
+    """Yield ordered tiles that cover a version of this size.
 
-    Tensors that are neighbours on both sides are one tile.
+    Tensors that are adjacent in both memories share a tile.
     """
     start = end = shift = 0
     for slot, place in pairs:
@@ -231,7 +231,7 @@ def _tiles(pairs: list[tuple[TensorSlot, TensorSlot]], num_bytes: int) -> Iterat
 
 
 def _within(tiles: list[_Tile], ends: list[int], at: int, until: int) -> Iterator[_Tile]:
-    """The part of [at, until) in each tile. The tiles have these ends."""
+    """Yield the intersection of [at, until) with each tile. Args: ends: the end of each tile."""
     for number in range(bisect_right(ends, at), len(tiles)):
         start, end, shift = tiles[number]
         if start >= until:
@@ -240,18 +240,17 @@ def _within(tiles: list[_Tile], ends: list[int], at: int, until: int) -> Iterato
 
 
 def clear(target: memoryview) -> None:
-    """Write zeroes over all of the target."""
     ctypes.memset(_address(target), 0, len(target))
 
 
 def clear_gaps(target: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]) -> None:
-    """Write zeroes between the tensors of a version, which are the second of each pair."""
+    """Write zeroes between the tensors of a version, which are the second element of each pair."""
     for start, end in _gaps(pairs, len(target)):
         target[start:end] = bytes(end - start)
 
 
 def _gaps(pairs: list[tuple[TensorSlot, TensorSlot]], num_bytes: int) -> Iterator[tuple[int, int]]:
-    """The ranges [start, end) of a version of this size that no tensor has."""
+    """Yield the ranges [start, end) of a version of this size that contain no tensor."""
     filled = 0
     for _, place in pairs:
         if place.offset > filled:
@@ -264,15 +263,15 @@ def _gaps(pairs: list[tuple[TensorSlot, TensorSlot]], num_bytes: int) -> Iterato
 def scatter(
     source: memoryview, target: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]
 ) -> None:
-    """Copy tensors from their places in one memory, the first of each pair, to those in another.
+    """Copy tensors from the first slot of each pair in `source` to the second slot in `target`.
 
-    Tensors that are neighbours on both sides are copied together.
+    Tensors that are adjacent in both memories are copied together.
     """
     copy_rows(source, target, (Rows(*run) for run in runs(pairs)))
 
 
 def copy_rows(source: memoryview, target: memoryview, every: Iterable[Rows]) -> None:
-    """Copy exactly these bytes."""
+    """Copy these bytes and no others, in several threads."""
     source_address, target_address = _address(source), _address(target)
     batches = list(_batches(every))
 
@@ -289,7 +288,7 @@ def copy_rows(source: memoryview, target: memoryview, every: Iterable[Rows]) -> 
 
 
 def _copy_rows(source: memoryview, target: memoryview, rows: Rows) -> None:
-    import numpy as np  # not for each of hundreds of ranks that compute nothing
+    import numpy as np  # imported here, because hundreds of ranks never compute anything
 
     shape, byte = (rows.num_rows, rows.num_bytes), np.uint8
     there = np.ndarray(shape, byte, source, rows.source, (rows.source_stride, 1))
@@ -297,7 +296,7 @@ def _copy_rows(source: memoryview, target: memoryview, rows: Rows) -> None:
 
 
 def _batches(every: Iterable[Rows]) -> Iterator[list[Rows]]:
-    """The same bytes in batches of similar size for several threads."""
+    """Yield the same bytes in batches of similar size, for several threads."""
     batch: list[Rows] = []
     batch_bytes = 0
     for rows in every:
@@ -312,7 +311,7 @@ def _batches(every: Iterable[Rows]) -> Iterator[list[Rows]]:
 
 
 def _pieces(rows: Rows) -> Iterator[Rows]:
-    """The same bytes in pieces of which none is larger than a batch."""
+    """Yield the same bytes in pieces no larger than a batch."""
     if 0 < rows.num_bytes <= _BATCH_BYTES:
         each = _BATCH_BYTES // rows.num_bytes
         for first in range(0, rows.num_rows, each):
@@ -324,9 +323,9 @@ def _pieces(rows: Rows) -> Iterator[Rows]:
 
 
 def runs(pairs: Iterable[tuple[TensorSlot, TensorSlot]]) -> Iterator[tuple[int, int, int]]:
-    """(source offset, target offset, number of bytes) of each run of neighbours.
+    """Yield (source offset, target offset, number of bytes) of each run of adjacent tensors.
 
-    Padding between neighbours that is alike on both sides is copied with them.
+    A run includes the padding between neighbours if it is equal on both sides.
     """
     start = to = num_bytes = 0
     for place, slot in pairs:

@@ -1,7 +1,7 @@
-"""A rank's device memory, of either kind, and the copies between it and the rank's host extent.
+"""A rank's device memory, emulated or GPU, and its copies to and from the rank's host extent.
 
-Everything above this module is the same for an emulated device (`heap`: memory of this machine with
-a budget) and for a GPU (`cuda`). torch is imported only for the view as a tensor.
+The modules above this one treat both kinds alike: `heap` emulates a device with budgeted host
+memory, and `cuda` drives a GPU. torch is imported only to make tensor views.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ DeviceMemory = Heap | CudaHeap
 
 
 def allocate(kind: DeviceKind, device: int, num_bytes: int, scratch_bytes: int = 0) -> DeviceMemory:
-    """Zeroed memory on a device of this node. On a GPU, call it in the thread that will use the
-    memory.
+    """Allocate zeroed memory on a device of this node.
 
-    Args:   device: the number of the device, which does not matter for an emulated one.
-            scratch_bytes: the size of memory beside it that is never copied; its content is
+    On a GPU, call it in the thread that will use the memory.
+    Args:   device: number of the device; ignored for an emulated device.
+            scratch_bytes: size of the additional memory that is never copied. Its content is
                 undefined.
-    Raises: ResourceError: this machine has no such device, or the device has no memory left.
+    Raises: ResourceError: this machine has no such device, or the device is out of memory.
     """
     if kind is DeviceKind.EMULATED:
         return Heap(num_bytes, scratch_bytes)
@@ -59,14 +59,14 @@ def allocate(kind: DeviceKind, device: int, num_bytes: int, scratch_bytes: int =
 
 
 def _use_device(device: int) -> None:
-    """Have torch allocate on this device in this thread."""
+    """Make this thread's torch allocations use this device."""
     import torch
 
     torch.cuda.set_device(device)
 
 
 def copy_out(memory: DeviceMemory, extent: memoryview) -> None:
-    """Copy all of the memory to the beginning of the extent; the copy is complete on return."""
+    """Copy the whole memory to the beginning of the extent. The copy is complete on return."""
     target = extent[: memory.num_bytes]
     if isinstance(memory, Heap):
         copy(memory.buffer, target)
@@ -75,7 +75,7 @@ def copy_out(memory: DeviceMemory, extent: memoryview) -> None:
 
 
 def copy_first_out(memory: DeviceMemory, target: memoryview) -> None:
-    """Copy the first bytes of the memory, as many as the target has."""
+    """Copy the first `len(target)` bytes of the memory to `target`."""
     if isinstance(memory, Heap):
         copy(memory.buffer[: len(target)], target)
     else:
@@ -83,9 +83,9 @@ def copy_first_out(memory: DeviceMemory, target: memoryview) -> None:
 
 
 def copy_in(extent: memoryview, memory: DeviceMemory) -> str:
-    """Copy the beginning of the extent over all of the memory.
+    """Copy the beginning of the extent over the whole memory.
 
-    Returns: the digest of the whole extent: the bytes copied and those behind them.
+    Returns: the digest of the whole extent, including the bytes behind those copied.
     """
     if isinstance(memory, Heap):
         return copy_hashed(extent, memory.buffer)
@@ -99,7 +99,7 @@ def copy_in(extent: memoryview, memory: DeviceMemory) -> str:
 def gather(
     memory: DeviceMemory, target: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]
 ) -> str:
-    """As `copying.gather`, out of device memory."""
+    """Like `copying.gather`, from device memory."""
     if isinstance(memory, Heap):
         return copying.gather(target, memory.buffer, pairs)
     memory.copy_parts_out(list(runs(pairs)), target)
@@ -110,7 +110,7 @@ def gather(
 def scatter(
     source: memoryview, memory: DeviceMemory, pairs: list[tuple[TensorSlot, TensorSlot]]
 ) -> None:
-    """As `copying.scatter`, into device memory."""
+    """Like `copying.scatter`, into device memory."""
     if isinstance(memory, Heap):
         copying.scatter(source, memory.buffer, pairs)
     else:
@@ -118,7 +118,7 @@ def scatter(
 
 
 def copy_rows(source: memoryview, memory: DeviceMemory, every: Sequence[Rows]) -> None:
-    """As `copying.copy_rows`, into device memory."""
+    """Like `copying.copy_rows`, into device memory."""
     if isinstance(memory, Heap):
         copying.copy_rows(source, memory.buffer, every)
     else:
@@ -126,7 +126,7 @@ def copy_rows(source: memoryview, memory: DeviceMemory, every: Sequence[Rows]) -
 
 
 def clear(memory: DeviceMemory, start: int) -> None:
-    """Zero the bytes from `start` on."""
+    """Write zeroes from offset `start` to the end."""
     if isinstance(memory, Heap):
         copying.clear(memory.buffer[start:])
     else:
@@ -137,7 +137,7 @@ def clear(memory: DeviceMemory, start: int) -> None:
 
 
 def close(memory: DeviceMemory) -> None:
-    """Give the memory back for good: nothing may use it any more."""
+    """Free the memory permanently. Nothing may use it afterwards."""
     if isinstance(memory, Heap):
         memory.release()
     else:
@@ -145,17 +145,16 @@ def close(memory: DeviceMemory) -> None:
 
 
 def can_share(memory: DeviceMemory) -> bool:
-    """Whether the memory can be given in part to other processes on its device, without the
-    host."""
+    """Whether other processes can map parts of this memory on the device, without a host copy."""
     return isinstance(memory, CudaHeap) and memory.can_share
 
 
 def share(
     memory: DeviceMemory, num_bytes: int, pairs: list[tuple[TensorSlot, TensorSlot]]
 ) -> int | None:
-    """Put these tensors at a version's offsets in device memory that other processes can map.
+    """Copy these tensors to a version's offsets in new device memory that other processes can map.
 
-    Returns: a descriptor of that memory; None: the device cannot share, or has no room.
+    Returns: a descriptor of that memory; None: the device cannot share memory or has no room.
     """
     assert isinstance(memory, CudaHeap)
     try:
@@ -168,9 +167,9 @@ def share(
 def take(
     memory: DeviceMemory, fd: int, num_bytes: int, pairs: list[tuple[TensorSlot, TensorSlot]]
 ) -> bool:
-    """Copy the memory that `share` made over these tensors.
+    """Copy memory exported by `share` over these tensors.
 
-    Returns: False: it cannot be had; nothing has changed.
+    Returns: False if the memory is not available; nothing has changed then.
     """
     assert isinstance(memory, CudaHeap)
     try:
@@ -182,8 +181,7 @@ def take(
 
 
 def resident_bytes(memory: DeviceMemory) -> int:
-    """The bytes that are resident; all of them where that is not known: the copy is loaded back
-    then."""
+    """Resident bytes. If the system cannot report them, assume that all bytes are resident."""
     try:
         return memory.resident_bytes()
     except OSError:
@@ -191,12 +189,13 @@ def resident_bytes(memory: DeviceMemory) -> int:
 
 
 def is_pinning(memory: DeviceMemory) -> bool:
-    """Whether the memory pins its extent's pages, which cannot be given back until `unpin`."""
+    """Whether the memory pins its extent's pages. Pinned pages cannot be freed until `unpin`."""
     return isinstance(memory, CudaHeap)
 
 
 def pin(memory: DeviceMemory, extent: memoryview) -> None:
-    """Let the device itself read and write the extent; no-op where it can already."""
+    """Pin the extent so that the device can access it directly. Does nothing if it is already
+    pinned."""
     if isinstance(memory, CudaHeap) and not memory.is_pinned:
         memory.pin(extent)
 
@@ -207,7 +206,7 @@ def unpin(memory: DeviceMemory) -> None:
 
 
 def as_tensor(memory: DeviceMemory) -> torch.Tensor:
-    """A tensor over the memory's bytes, which keeps neither their memory nor their content
+    """Return a tensor over the memory's bytes. It keeps neither the memory nor its content
     alive."""
     import torch
 
@@ -217,8 +216,10 @@ def as_tensor(memory: DeviceMemory) -> torch.Tensor:
 
 
 def scratch_tensor(memory: DeviceMemory) -> torch.Tensor:
-    """A tensor, uint8, over the scratch memory, whose content is undefined whenever the memory
-    comes back. It keeps neither memory nor content alive."""
+    """Return a uint8 tensor over the scratch memory. It keeps neither memory nor content alive.
+
+    The content is undefined each time the memory is mapped again.
+    """
     import torch
 
     if isinstance(memory, Heap):

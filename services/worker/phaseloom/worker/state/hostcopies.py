@@ -1,9 +1,9 @@
-"""A rank's heap and its host copies: the copies that the state manager orders.
+"""Copies between a rank's heap and host memory that the state manager orders.
 
-A rank's heap and its host extent are two mappings: a switch is one memcpy each way, by several
-threads, and bytes that are loaded are hashed while they are in the cache. Extents are mapped once
-and kept, because the first touch of a page is ten times slower than a copy. All of it blocks,
-without the GIL, and runs in the one thread in which copies and operations exclude each other.
+The heap and the host extent are two mappings. A switch is one memcpy in each direction, split over
+several threads; loaded bytes are hashed while they are in the cache. Extents stay mapped, because
+the first touch of a page is ten times slower than a copy. All functions block, release the GIL, and
+run in the one thread in which copies and operations exclude each other.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from phaseloom.worker.state.devicememory import DeviceMemory
 
 class HostCopies:
     def __init__(self, applied: Callable[[], int], on_loaded: Callable[[], None]) -> None:
-        """Start without a heap. Args: as in `RankStateClient.connect`."""
+        """Args: as in `RankStateClient.connect`."""
         self.applied = applied
         self._on_loaded = on_loaded
         self.heap: DeviceMemory | None = None
         self.slots: list[TensorSlot] = []
         self.host_bytes = 0
-        """The bytes of state that lives in `host_memory` alone."""
+        """Size of the state that exists only in `host_memory`."""
         self.extent: Mapping | None = None
         self._source: tuple[tuple[int, int], Mapping] | None = None
-        """The extents that a frozen heap was loaded from last, by device and inode."""
+        """The extent from which a frozen heap was last loaded, by (device, inode)."""
         self.is_frozen = False
         self.is_filled = False
         self.is_resident = False
@@ -61,30 +61,30 @@ class HostCopies:
         self.extent, self.is_frozen = extent, frozen
 
     def commit(self, applied: int, digest: str) -> None:
-        """Note that there is a host copy of this seq, with this digest if it is known."""
+        """Record a host copy of this seq, with its digest if known."""
         self.copied = (applied, digest)
         self.is_filled = True
 
     @property
     def host_memory(self) -> memoryview:
-        """The state that is never on the device; zeroes, or a seal's content, at first.
+        """State that never resides on the device. It starts as zeroes or with a seal's content.
 
-        Its address is the same for as long as this rank lives. Only an operation may write it.
+        Its address stays the same while this rank lives. Only an operation may write it.
         """
         heap, extent = self.registered()
         return extent.buffer[host_start(heap.num_bytes) :]
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of the heap up to the end of the weights, which lie first."""
+        """Bytes of the heap up to the end of the weights, which come first in the heap."""
         ends = [s.offset + s.num_bytes for s in self.slots if s.role is Role.WEIGHT]
         return max(ends, default=0)
 
     def weights_replaced(self) -> None:
-        """Note that the weights were replaced by a version.
+        """Reset the training state after a version has replaced the weights.
 
-        Training state, which belonged to the weights before, becomes zeroes, as after a checkpoint
-        of weights alone: a rebuild may begin with this version.
+        Training state belonged to the old weights, so it becomes zeroes, as after a weights-only
+        checkpoint. A rebuild may therefore start from this version.
         """
         heap = self.registered_heap()
         weights = [slot for slot in self.slots if slot.role is Role.WEIGHT]
@@ -95,9 +95,9 @@ class HostCopies:
         self._on_loaded()
 
     def copy_frozen(self, order: CopyOut | CopyIn, fds: list[int]) -> Copied:
-        """Copy a frozen heap to, or from, the extent that came with the order.
+        """Copy a frozen heap to or from the extent that came with the order.
 
-        Nobody has that extent mapped writable afterwards.
+        No process keeps a writable mapping of that extent afterwards.
         """
         heap = self.registered_heap()
         if isinstance(order, CopyIn):
@@ -119,8 +119,8 @@ class HostCopies:
             extent.close()
 
     def copy_staged(self, order: StageState | LoadStaged, fds: list[int]) -> Copied:
-        """Copy the state to, or from, the memory that came with the order, mapped for this copy
-        only."""
+        """Copy the state to or from the memory that came with the order, which is mapped only
+        meanwhile."""
         heap = self.registered_heap()
         if len(fds) != 1:
             close_fds(fds)
@@ -153,7 +153,7 @@ class HostCopies:
     def _copy_in_frozen(self, heap: DeviceMemory, order: CopyIn, fds: list[int]) -> Copied:
         """Load a frozen heap from the extent that came with the order.
 
-        Raises: InternalError: no extent came, or a short one.
+        Raises: InternalError: the order brought no extent, or one that is too short.
         """
         source = self._mapped(fds)[: heap.num_bytes]
         if len(source) != heap.num_bytes:
@@ -161,10 +161,10 @@ class HostCopies:
         return self._load(heap, order.digest, lambda: devicememory.copy_in(source, heap))
 
     def _mapped(self, fds: list[int]) -> memoryview:
-        """Map the host copy of these descriptors, and close them.
+        """Map the received host copy and close the descriptors.
 
-        The mapping is kept for the next load, because mapping takes a third of the time that
-        copying does; `drop_source` unmaps it.
+        The mapping is kept for the next load, because mapping takes a third as long as copying.
+        `drop_source` unmaps it.
         """
         try:
             if len(fds) != 1:
@@ -184,7 +184,7 @@ class HostCopies:
             self._source = None
 
     def _stay_with_copy(self, heap: DeviceMemory, order: CopyOut) -> Copied:
-        """Release a heap without a copy, where the host copy has everything."""
+        """Release the heap without a copy if the host copy is up to date."""
         started, applied = time.monotonic(), self.applied()
         if applied != order.whole_at:
             return Copied("", applied, devicememory.resident_bytes(heap), 0.0, changed=True)
@@ -202,18 +202,19 @@ class HostCopies:
         if release:
             heap.release()
             self.is_resident = False
-        # The state manager takes the digest while the device already works for the next one.
+        # The state manager hashes the copy while the device already works for the next rank.
         self.copied = (applied, "")
         return Copied("", applied, devicememory.resident_bytes(heap), time.monotonic() - started)
 
     def out(self, heap: DeviceMemory, extent: Mapping) -> None:
-        # What is pinned cannot be moved to huge pages any more.
+        # Pinned pages can no longer be moved to huge pages.
         extent.make_huge()
         self._pin(heap, extent)
         devicememory.copy_out(heap, extent.buffer)
 
     def _pin(self, heap: DeviceMemory, extent: Mapping) -> None:
-        """Pin the extent, unless it is mapped for one copy only, which is not worth it."""
+        """Pin the extent. A frozen heap's extent is mapped for a single copy, so pinning would not
+        pay."""
         if not self.is_frozen:
             devicememory.pin(heap, extent.buffer)
 
@@ -237,7 +238,7 @@ class HostCopies:
             self._on_loaded()
             applied = self.applied()
         except BaseException:
-            # A failed load counts as not resident.
+            # Treat the heap as not resident after a failed load.
             heap.release()
             raise
         self.is_resident = True

@@ -1,4 +1,4 @@
-"""The job's last checkpoint with a controller's blob, which must stay: the job falls back to it."""
+"""The job's last checkpoint with a controller's blob. A job falls back to it, so it must stay."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from phaseloom.common.transport.retry import until_done
 
 
 async def has_ended(bus: Bus, job: JobKey) -> bool:
-    """Whether a job has ended, or is not known: then it falls back to nothing."""
+    """Whether a job has ended or is unknown. Such a job needs no checkpoint to fall back to."""
     stored = await until_done(lambda: bus.keys.get(Bucket.VIEW, str(job)), "read the job's status")
     return stored is None or decode(stored.payload, JobStatus).has_ended
 
 
 async def last_checkpoint(bus: Bus, job: JobKey) -> Checkpoint | None:
-    """A job's last checkpoint; None: it has none, or has ended."""
+    """Return a job's last checkpoint; None if it has none or has ended."""
     stored = await until_done(
         lambda: bus.keys.get(Bucket.CHECKPOINTS, str(job)), "read the checkpoint"
     )

@@ -1,8 +1,7 @@
-"""Layouts of tensors in memory, and a cache of values that follow from them.
+"""Tensor layouts in memory, and a cache of values derived from them.
 
-A deployment has the same few layouts in every step. With tens of thousands of tensors it takes tens
-of milliseconds to pack a table, to read one, and to find for each tensor of one layout its place in
-the other.
+A deployment uses the same few layouts in every step. With tens of thousands of tensors, packing a
+table, parsing one, or pairing the tensors of two layouts each takes tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -19,27 +18,25 @@ from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.worker.state.heap import align
 
 _NUM_KEPT = 4
-"""The number of entries of each kind: those that a rank registers, publishes and reads, and one
-more."""
+"""Entries per kind. A rank registers, publishes and reads with one layout each, plus one spare."""
 
 Value = TypeVar("Value")
 Pairs = list[tuple[TensorSlot, TensorSlot]]
 
 
 class _Newest(Generic[Value]):
-    """The values that were made last, by the slots and the table that they were made of.
+    """A small cache of the newest values, keyed by slots and packed table.
 
-    Slots are the same when they are the same objects: comparing them by value takes half as long as
-    making most values again.
+    Slots match by identity: comparing them by value takes half as long as making most values again.
     """
 
     def __init__(self) -> None:
         self._kept: list[tuple[list[TensorSlot], bytes, Value]] = []
 
     def get(self, slots: Sequence[TensorSlot], of: bytes, make: Callable[[], Value]) -> Value:
-        """The value kept for these slots, or a new one.
+        """Return the cached value for these slots, or make and cache one.
 
-        Raises: as `make`; nothing is kept then.
+        Raises: the errors of `make`; nothing is cached then.
         """
         for entry in self._kept:
             if len(entry[0]) == len(slots) and all(map(is_, entry[0], slots)) and entry[1] == of:
@@ -50,7 +47,7 @@ class _Newest(Generic[Value]):
 
 
 class Layouts:
-    """Values made from layouts. Nobody may change the lists that it returns."""
+    """Cached values derived from layouts. Callers must not modify the returned lists."""
 
     def __init__(self) -> None:
         self._tables: _Newest[TensorTable] = _Newest()
@@ -62,11 +59,12 @@ class Layouts:
         return self._tables.get(slots, b"", lambda: TensorTable.of(slots))
 
     def read(self, packed_tensors: bytes) -> TensorTable:
-        """The table with these packed bytes. Raises: CallerError: they are no table."""
+        """Parse a packed table. Raises: CallerError: the bytes are not a table."""
         return self._read.get((), packed_tensors, lambda: TensorTable.read(packed_tensors))
 
     def cut(self, slots: Sequence[TensorSlot]) -> tuple[list[TensorSlot], Pairs]:
-        """The places of these slots alone in a version, and each slot with its place."""
+        """Return packed slots for a version of these tensors, and pairs of each slot with its
+        packed slot."""
 
         def make() -> tuple[list[TensorSlot], Pairs]:
             places, _ = packed(slots)
@@ -75,15 +73,15 @@ class Layouts:
         return self._cuts.get(slots, b"", make)
 
     def paired(self, table: TensorTable, slots: Sequence[TensorSlot]) -> Pairs:
-        """Each slot with the table's tensor of its name.
+        """Pair the table's tensors with the slots by name.
 
-        Raises: CallerError: they are not of the same model.
+        Raises: CallerError: the table is of another model.
         """
         return self._paired.get(slots, table.packed, lambda: paired(table.tensors, slots))
 
 
 def packed(slots: Sequence[TensorSlot]) -> tuple[list[TensorSlot], int]:
-    """The same tensors one after another from offset 0, and the number of bytes that they take."""
+    """Return the same tensors packed from offset 0, and their total size in bytes."""
     places = []
     end = 0
     for slot in slots:
@@ -95,9 +93,9 @@ def packed(slots: Sequence[TensorSlot]) -> tuple[list[TensorSlot], int]:
 def paired(
     tensors: list[TensorSlot], slots: Sequence[TensorSlot]
 ) -> list[tuple[TensorSlot, TensorSlot]]:
-    """Each slot with the version's tensor of its name.
+    """Pair the version's tensors with the slots by name.
 
-    Raises: CallerError: they are not of the same model.
+    Raises: CallerError: the version is of another model.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
     if by_name.keys() != {slot.name for slot in slots}:

@@ -1,9 +1,8 @@
-"""A connection to the state manager that outlives the daemon's process.
+"""A connection to the state manager that survives restarts of the daemon.
 
-When the connection ends it is made again: the daemon is restarted, and the state of the daemon
-before is handed over to it. Calls under way wait for that and are asked again, since all of them
-are idempotent. Invariant: `closed` is done exactly when there will be no connection any more; every
-call fails then.
+When a connection ends, the link connects again to the restarted daemon, which has inherited the
+state of its predecessor. Pending calls wait and are sent again, since all calls are idempotent.
+Invariant: `closed` is done exactly when there will be no further connection; every call then fails.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from phaseloom.common.transport.framing import Handler, Peer, close_fds
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 30.0
-"""The most seconds that a restart of the state manager may take, its handover included."""
+"""Seconds allowed for a restart of the state manager, including its handover."""
 _PAUSE_S = 0.05
 
 Kind = TypeVar("Kind")
 Greeting = Callable[[Peer[StateMessage]], Awaitable[None]]
-"""A coroutine that introduces the client on a new connection. Raises: the error that the answer
-brings."""
+"""A coroutine that introduces the client on a new connection. Raises: the error in the answer."""
 
 
 def _future() -> asyncio.Future[_Connection]:
@@ -38,15 +36,14 @@ def _future() -> asyncio.Future[_Connection]:
 
 @dataclass(slots=True)
 class _Connection:
-    """One connection, and a future for the one after it."""
+    """One connection, and a future for its successor."""
 
     peer: Peer[StateMessage]
     following: asyncio.Future[_Connection] = field(default_factory=_future)
 
 
 class StateLink:
-    """A connection that is made again when it ends: call `connect`, then `call`, and `close` at the
-    end."""
+    """A reconnecting connection. Call `connect` first, then `call`, and finally `close`."""
 
     def __init__(
         self,
@@ -60,14 +57,14 @@ class StateLink:
         self._handler = handler
         self._reconnect_s = reconnect_s
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done when the state manager is gone for good; its result says why. It never fails."""
+        """Completes with the reason when the state manager is permanently gone. It never fails."""
         self._connection: _Connection
         self._keeper: asyncio.Task[None]
 
     async def connect(self) -> None:
         """Connect for the first time.
 
-        Raises: ResourceError: nobody listens. CallerError: PERMISSION_DENIED.
+        Raises: ResourceError: nobody listens on the socket. CallerError: PERMISSION_DENIED.
         """
         self._connection = _Connection(await self._connected())
         self._keeper = asyncio.create_task(self._keep())
@@ -75,9 +72,9 @@ class StateLink:
     async def call(
         self, body: StateMessage, fds: Sequence[int] = ()
     ) -> tuple[StateMessage, list[int]]:
-        """Call the state manager, across restarts of it.
+        """Call the state manager; send the call again after a restart.
 
-        Raises: the error that the answer brings. ResourceError: the state manager is gone for good.
+        Raises: the error in the answer. ResourceError: the state manager is permanently gone.
         """
         connection = self._connection
         while True:
@@ -89,13 +86,13 @@ class StateLink:
             connection = await asyncio.shield(connection.following)
 
     async def ask(self, body: StateMessage, kind: type[Kind]) -> Kind:
-        """The answer to a call that brings no descriptors. Raises: as `call`."""
+        """Return the answer to a call that brings no descriptors. Raises: the errors of `call`."""
         answer, fds = await self.call(body)
         close_fds(fds)
         return expect(answer, kind)
 
     async def close(self) -> None:
-        """Leave; handlers at work end first."""
+        """Disconnect after running handlers have finished."""
         await lifecycle.end([self._keeper])
         await self._connection.peer.close()
         self._end(self._connection, "closed by this end")
@@ -107,7 +104,7 @@ class StateLink:
             connection.following.set_exception(
                 ResourceError(f"the state manager is gone: {reason}", remedy="it is restarted")
             )
-            # Nobody may be waiting for it.
+            # Mark the exception as retrieved, because there may be no waiter.
             connection.following.exception()
 
     async def _keep(self) -> None:
@@ -115,7 +112,7 @@ class StateLink:
             connection = self._connection
             reason = await asyncio.shield(connection.peer.closed)
             log.warning("the state manager's connection ended: %s", reason)
-            # Orders of the old connection are done before anything is said on the new one.
+            # Finish the old connection's orders before anything is sent on the new one.
             await connection.peer.finish()
             try:
                 async with asyncio.timeout(self._reconnect_s):
@@ -147,7 +144,7 @@ class StateLink:
             await self._greet(peer)
         except BaseException as error:
             is_for_later = isinstance(error, PhaseloomError) and (
-                error.info.code is Code.UNAVAILABLE  # its agent has not come back yet
+                error.info.code is Code.UNAVAILABLE  # its agent has not reconnected yet
                 or (isinstance(error, ResourceError) and peer.closed.done())
             )
             await peer.close()
@@ -158,7 +155,8 @@ class StateLink:
 
 
 class ConnectionLost(ResourceError):
-    """The connection cannot be used now: nobody listens, or it ended, or was refused for now."""
+    """The connection cannot be used at the moment: nobody listens, it ended, or it was refused for
+    now."""
 
 
 def expect(answer: StateMessage, kind: type[Kind]) -> Kind:
@@ -168,7 +166,7 @@ def expect(answer: StateMessage, kind: type[Kind]) -> Kind:
 
 
 async def ask(peer: Peer[StateMessage], body: StateMessage, kind: type[Kind]) -> Kind:
-    """Ask on one connection. Raises: the error that the answer brings; ConnectionLost."""
+    """Call on one connection. Raises: the error in the answer; ConnectionLost."""
     answer, fds = await peer.call(body)
     close_fds(fds)
     return expect(answer, kind)

@@ -1,4 +1,4 @@
-"""The weights versions that a rank makes and reads, between host memory and its heap."""
+"""The weights versions that a rank writes and reads, between host memory and its heap."""
 
 from __future__ import annotations
 
@@ -55,32 +55,32 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class VersionCopy:
-    """A weights version in host memory, as it was made."""
+    """A description of a weights version in host memory."""
 
     digest: str
     num_bytes: int
     is_new: bool
-    """Whether it was copied now; False: it existed already."""
+    """Whether this call created the version; False: it already existed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A version, manifest or part that was opened, in host memory."""
+    """An opened version, manifest or part in host memory."""
 
     asked: OpenVersion
     described: VersionExtent
     memory: memoryview
-    """A mapping of its own: the content stays as it is while this is kept."""
+    """A separate mapping: the content stays unchanged while this is referenced."""
     table: TensorTable
 
     @property
     def is_manifest(self) -> bool:
-        """Whether the version is written in parts, and this is the list of them."""
+        """Whether the version is written in parts and this is its manifest."""
         return len(self.table) == 1 and is_manifest(self.table.tensors)
 
 
 class RankVersions:
-    """A rank's versions. Copies run in the runner, all else on the event loop."""
+    """A rank's weights versions. Copies run in the runner, everything else on the event loop."""
 
     def __init__(
         self,
@@ -89,7 +89,6 @@ class RankVersions:
         layouts: Layouts,
         run: Runner,
     ) -> None:
-        """Start without a version."""
         self._link = link
         self._copies = copies
         self._layouts = layouts
@@ -97,13 +96,15 @@ class RankVersions:
         self._mapped = MappedVersions()
 
     def unmap_unused(self) -> list[VersionKey]:
-        """Unmap the memory that is only kept for reuse. Returns: the versions that are in use."""
+        """Unmap memory that is kept only for reuse, and return the versions that are still in
+        use."""
         return self._mapped.unmap_unused()
 
     async def create(self, key: VersionKey, slots: Sequence[TensorSlot]) -> VersionCopy:
         """Write these slots of the heap as a weights version. Idempotent by key.
 
-        Raises: ResourceError: no host memory. CallerError: the version is not this deployment's.
+        Raises: ResourceError: no host memory. CallerError: the version belongs to another
+                 deployment.
         """
         heap = self._copies.registered_heap()
         places, pairs = self._layouts.cut(slots)
@@ -119,8 +120,7 @@ class RankVersions:
     async def _share_on_device(
         self, key: VersionKey, num_bytes: int, pairs: list[tuple[TensorSlot, TensorSlot]]
     ) -> None:
-        """Share a version with the samplers on the same device, which then sync without the
-        host."""
+        """Share a version with samplers on the same device, so that they sync without the host."""
         heap = self._copies.registered_heap()
         fd = await self._run(lambda: devicememory.share(heap, num_bytes, pairs))
         if fd is None:
@@ -128,7 +128,7 @@ class RankVersions:
         try:
             await self._link.call(ShareOnDevice(key), [fd])
         except PhaseloomError as error:
-            # The version is committed, and in host memory: this is a cache of it.
+            # Only a cache fails here: the version is committed in host memory.
             log.warning("version %s is not shared on the device: %s", key, error)
         finally:
             os.close(fd)
@@ -136,7 +136,8 @@ class RankVersions:
     async def _load_on_device(
         self, described: VersionExtent, pairs: list[tuple[TensorSlot, TensorSlot]]
     ) -> bool:
-        """Load a version from this device. Returns: False: it is not there; nothing has changed."""
+        """Load a version from this device. Return False, with nothing changed, if it is not
+        there."""
         heap = self._copies.registered_heap()
         if not devicememory.can_share(heap):
             return False
@@ -150,15 +151,14 @@ class RankVersions:
             close_fds(fds)
 
     async def begin(self, key: VersionKey, slots: list[TensorSlot]) -> memoryview | VersionCopy:
-        """Memory for a version (from a node's first rank) or for a part of one; call `commit` then.
+        """Reserve memory for a version (by a node's first rank) or for a part; then call `commit`.
 
-        The memory's content is undefined, the gaps between tensors included: write all of it, so
+        The memory's content is undefined. Write all of it, including the gaps between tensors, so
         that equal weights have equal digests.
-
-        Args:    slots: the tensors of the version, packed: aligned, one after another from offset
-                 0.
-        Returns: the memory; or the version's description, if it exists already.
-        Raises:  ResourceError: no host memory. CallerError: the version is not this deployment's.
+        Args:    slots: the version's tensors, packed: aligned, one after another from offset 0.
+        Returns: the memory, or the version's description if it already exists.
+        Raises:  ResourceError: no host memory. CallerError: the version belongs to another
+                 deployment.
         """
         num_bytes = align(slots[-1].offset + slots[-1].num_bytes) if slots else 0
         request = CreateVersion(key, num_bytes, self._layouts.table(slots).packed)
@@ -174,15 +174,15 @@ class RankVersions:
         return memory
 
     async def commit(self, key: VersionKey, buffer: memoryview, digest: str) -> VersionCopy:
-        """Commit the memory that `begin` gave and that is written now: it is immutable from now
-        on."""
+        """Commit the written memory that `begin` returned. The version is immutable from now on."""
         await self._link.ask(CommitVersion(key, digest), Done)
         return VersionCopy(digest, len(buffer), is_new=True)
 
     async def commit_parts(self, key: VersionKey, manifest: VersionParts) -> VersionCopy:
-        """Make a version of committed parts readable here, wherever its parts are. Idempotent.
+        """Make a version of committed parts readable on this node, wherever the parts are.
+        Idempotent.
 
-        Raises: CallerError: FAILED_PRECONDITION: a part on this node is not the manifest's.
+        Raises: CallerError: FAILED_PRECONDITION: a part on this node differs from the manifest.
         """
         answer = await self._link.ask(CommitParts(key, manifest), VersionExtent)
         num_bytes = sum(part.num_bytes for part in manifest.parts)
@@ -199,17 +199,21 @@ class RankVersions:
         is_unverified: bool = False,
         is_ahead: bool = False,
     ) -> Opened:
-        """Open a version, its manifest, or a part; the state manager has verified it.
+        """Open a version, its manifest, or a part. The state manager has verified it.
 
-        Args:   ticket: the ticket that the sources ask for; none is needed for a version on this
-                    node.
-                digest: the digest that a fetched version must have; empty: any.
-                permit: the permit of the operation that reads it; all ranks share one verification
-                    for it.
-                is_unverified: whether only `load` reads it, which has it verified if need be.
-                is_ahead: whether no operation waits for it yet.
-        Raises: CallerError: NOT_FOUND: it exists nowhere, or only some of it; FAILED_PRECONDITION:
-                a source has other bytes. ResourceError: no source could deliver it; DATA_LOSS.
+        Args:   ticket: the ticket that remote sources require; not needed for a version on this
+                 node.
+                digest: the required digest of a fetched version; empty: any.
+                permit: the permit of the operation that reads it. All ranks share one verification
+                    per
+                    permit.
+                is_unverified: whether verification may be skipped, because only `load` reads the
+                    version;
+                    `load` has it verified if it needs the bytes.
+                is_ahead: whether this is a prefetch, which no operation waits for yet.
+        Raises: CallerError: NOT_FOUND: it is missing or incomplete everywhere; FAILED_PRECONDITION:
+                 a
+                source has different bytes. ResourceError: no source could deliver it; DATA_LOSS.
         """
         return await self._open(
             OpenVersion(key, sources, ticket, digest, permit, is_unverified, is_ahead)
@@ -225,11 +229,12 @@ class RankVersions:
 
     @property
     def may_load_on_device(self) -> bool:
-        """Whether `load` may need no bytes of host memory, so that these need not be verified."""
+        """Whether `load` may work without the host memory's bytes, so that these need no
+        verification."""
         return devicememory.can_share(self._copies.registered_heap())
 
     async def scatter(self, pieces: list[tuple[memoryview, Runs]]) -> None:
-        """Copy bytes of verified memory to their places in the heap."""
+        """Copy bytes of verified memory to their offsets in the heap."""
         heap = self._copies.registered_heap()
 
         def scatter() -> None:
@@ -241,12 +246,14 @@ class RankVersions:
 
     @contextmanager
     def lent(self, pieces: Sequence[tuple[memoryview, Runs]], own: OwnBytes) -> Iterator[None]:
-        """Within this, the heap has the weights of verified memory, and behind it every byte that
-        it had before. Call it in the runner's thread, in which nobody else sees the heap meanwhile.
+        """Put verified weights into the heap for the duration of the block, then restore every
+        byte.
 
-        Where its own weights cannot be given back the process ends: nobody may use it any more.
-
-        Args: own: memory for the heap's first bytes; each of these may be written meanwhile.
+        Call it in the runner's thread, so that nothing else reads the heap in between. If the
+        original weights cannot be restored, the process exits, because nobody may use the heap any
+        longer.
+        Args: own: memory that saves the heap's first bytes; the lent weights may overwrite any of
+                 them.
         """
         heap = self._copies.registered_heap()
         assert own.applied == self._copies.applied(), "they would not be its own"
@@ -264,12 +271,12 @@ class RankVersions:
                 os._exit(1)
 
     async def load(self, opened: Opened, slots: Sequence[TensorSlot]) -> None:
-        """Copy an open version over these slots of the heap, by tensor name.
+        """Copy an open version over these slots of the heap, matched by tensor name.
 
-        Whatever is raised, nothing was written.
-
+        After any error, nothing has been written.
         Raises: CallerError: it is of another model. ResourceError: DATA_LOSS; or no source could
-                deliver it.
+                 deliver
+                it.
         """
         heap = self._copies.registered_heap()
         pairs = self._layouts.paired(opened.table, slots)
@@ -287,8 +294,10 @@ class RankVersions:
         await self._run(load)
 
     async def hold(self, key: VersionKey, applied: int) -> None:
-        """Note that the whole heap equals this version since `applied`: a frozen heap needs no
-        other copy."""
+        """Report that the whole heap equals this version since `applied`.
+
+        A frozen heap then needs no other copy.
+        """
         if self._copies.is_frozen:
             await self._run(self._copies.drop_source)
             await self._link.ask(HoldVersion(key, applied), Done)
@@ -303,13 +312,13 @@ class RankVersions:
         *,
         is_ahead: bool = False,
     ) -> tuple[memoryview, VersionExtent]:
-        """Fetch exactly these tensor slices of a version, verified, each at its offset.
+        """Fetch exactly these tensor slices of a version, verified, each to its offset.
 
-        Args:   sources: the sources of each part; each of them is asked for different slices.
+        Args:   sources: the sources of each part. Slices of one part are spread over its sources.
                 permit: the permit of the operation that reads them.
-                is_ahead: whether no operation waits for them yet.
+                is_ahead: whether this is a prefetch, which no operation waits for yet.
         Raises: CallerError: a bad slice, or sources that hold different versions. ResourceError:
-                DATA_LOSS; or nobody could deliver some of them.
+                DATA_LOSS; or no source could deliver some of the slices.
         """
         num_bytes = max((each.offset + each.num_bytes for each in slices), default=0)
         asked = OpenSlices(key, num_bytes, slices, sources, ticket, permit, is_ahead)
