@@ -1,4 +1,4 @@
-"""A rank process: runs one backend on one device; rank 0 leads, the other ranks follow.
+"""A rank process. It runs one backend on one device. Rank 0 leads, the other ranks follow.
 
-`wire` has the messages between ranks and their agent.
+`wire` defines the messages between ranks and their agent.
 """

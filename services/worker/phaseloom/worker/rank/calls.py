@@ -1,4 +1,4 @@
-"""An operation on its way through the devices of a WPG, and the time that counts as its own."""
+"""An operation on its way through the devices of a WPG, and the execution time charged to it."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ class Call:
     payload: Payload
     traceparent: str
     version: Version | None = None
-    """The weights that it names; None: the deployment's own."""
+    """The weights that the operation names; None: the deployment's current weights."""
     ended: asyncio.Future[Result | None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     started_unix_s: float = field(default_factory=time.time)
     duration_s: float = 0.0
     own_s: float = 0.0
-    """The part of `duration_s` that counts as this operation's."""
+    """The part of `duration_s` charged to this operation."""
     has_shared: bool = False
     """Whether other operations ran at the same time."""
     has_begun: bool = False
     _began_s: float = 0.0
     num_done: int = 0
     num_total: int = 0
-    """The most new tokens of a running `generate`; on several ranks those of the leader's share."""
+    """Upper bound of new tokens in a running `generate`. With several ranks: of the leader's
+    share."""
     _runs: dict[int, list[StepRun]] = field(default_factory=dict)
     """The steps of a `generate` by replica."""
 
@@ -58,7 +59,7 @@ class Call:
 
     @property
     def share(self) -> float:
-        """The part of the operation's duration that counts as its own, 0 to 1."""
+        """The fraction of `duration_s` charged to this operation, 0 to 1."""
         return self.own_s / self.duration_s if self.has_shared and self.duration_s else 1.0
 
     @property
@@ -77,7 +78,7 @@ class Call:
         return combine_replicas([runs for _, runs in sorted(self._runs.items())])
 
     def note_steps(self, replica: int, runs: list[StepRun]) -> None:
-        """Note the steps of a replica, behind those that it took before."""
+        """Append steps to those already recorded for a replica."""
         self._runs.setdefault(replica, []).extend(runs)
 
     def begin(self, now_s: float) -> None:
@@ -85,10 +86,13 @@ class Call:
         self.started_unix_s, self._began_s = time.time(), now_s
 
     def end(self, outcome: Result | Exception | None) -> None:
-        """End the call, in the event loop: with a result, the error that it failed with, or None
-        for a cancel."""
+        """Complete the call with a result, the error that it failed with, or None if it was
+        cancelled.
+
+        Call it in the event loop.
+        """
         if self.ended.done():
-            return  # nobody waits any more
+            return  # the waiter has gone
         if isinstance(outcome, Exception):
             self.ended.set_exception(outcome)
         else:
@@ -99,17 +103,17 @@ class Call:
 
 
 class Clocks:
-    """The clocks of the calls that run.
+    """Clocks of the running calls.
 
-    Where several run at once, the time is divided at each moment in proportion to their sequences,
-    so that the parts add up to the time.
+    While several calls run, elapsed time is divided among them in proportion to their sequences.
+    The charged times therefore add up to the elapsed time.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        """Args: now: gives seconds, on a clock that only goes forward."""
+        """Args: now: returns seconds on a monotonic clock."""
         self._now = now
         self._running: dict[Call, int] = {}
-        """Each call that runs → the number of its sequences."""
+        """Running call → the number of its sequences."""
         self._since_s = 0.0
 
     def begin(self, call: Call) -> None:
@@ -118,14 +122,14 @@ class Clocks:
         call.begin(now_s)
 
     def stop(self, call: Call) -> None:
-        """Stop a call's clock. Nothing happens where it was stopped before."""
+        """Stop a call's clock, if it is running."""
         if call in self._running:
             self._deal_out(now_s := self._now())
             del self._running[call]
             call.stop_clock(now_s)
 
     def _deal_out(self, now_s: float) -> None:
-        """Divide the time since a call has last begun or ended."""
+        """Divide the time since a call last started or stopped."""
         elapsed_s, self._since_s = now_s - self._since_s, now_s
         num_rows = sum(self._running.values())
         for call, rows in self._running.items():
@@ -134,14 +138,14 @@ class Clocks:
 
 
 def requests_of(calls: Sequence[Call]) -> list[Generate]:
-    """The arguments of those calls that are a `generate`."""
+    """The arguments of the `generate` calls among these."""
     return [call.operation.args for call in calls if isinstance(call.operation.args, Generate)]
 
 
 def share_of(
     calls: list[Call], *, replicas: tuple[int, ...] = (), tail_share: float = 0.0
 ) -> RunShare:
-    """What the other ranks are told to run of these calls.
+    """Describe these calls as a share for the other ranks.
 
     Args: replicas, tail_share: as in `RunShare`.
     """
@@ -158,14 +162,14 @@ def share_of(
 
 
 def _naming(calls: list[Call]) -> tuple[Permit | None, ...]:
-    """The permits of those operations that name versions, in their places; empty: none does."""
+    """The permits of the operations that name versions, in order; empty if none names a version."""
     permits = tuple(None if call.permit.ticket is None else call.permit for call in calls)
     return permits if any(permits) else ()
 
 
 def _weights(calls: list[Call]) -> tuple[str, ...]:
-    """The names of the weights that this rank has read for operations, in their places; empty: none
-    names any."""
+    """The names of the weights that this rank has read for each operation, in order; empty if no
+    operation names any."""
     names = tuple("" if call.version is None else call.version.name for call in calls)
     return names if any(names) else ()
 
@@ -173,7 +177,7 @@ def _weights(calls: list[Call]) -> tuple[str, ...]:
 def share_of_rest(
     calls: list[Call], requests: list[Generate], replicas: tuple[int, ...]
 ) -> RunShare:
-    """The share of the rest of operations, in the form of operations of their own."""
+    """Describe the remainders of operations as a share of independent operations."""
     payloads = [
         Payload(call.key, encode(replace(call.operation, args=rest)), MSGPACK)
         for call, rest in zip(calls, requests, strict=True)

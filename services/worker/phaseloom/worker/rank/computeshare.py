@@ -1,11 +1,11 @@
-"""The compute units of its device that a rank uses: cores, of an emulated device of several.
+"""The compute units of a device that a rank uses: the cores of an emulated device with several.
 
-A rank that shares its device in space is told which units it may use. It changes over at a
-boundary, between two decode steps or two passes of a model, because the threads of a step must all
-be done with it. Of several changes the one with the newest command id counts. Units that a rank
-was given and has not taken yet it gives back without waiting for a boundary.
+A rank that shares its device by units switches to a new set only at a boundary, between two decode
+steps or two passes of a model, because all threads of a step must be done. The newest command id
+wins. A rank that loses only units it has not started to use gives them up without waiting for a
+boundary.
 
-A rank on a device of one unit never touches its threads or its cores.
+On a device of one unit, a rank never changes its threads or cores.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ _NEVER = CommandId(-1, 0)
 _LEAST_TOLD_S = 0.001
 
 Told = Callable[[float, float, Sequence[int]], None]
-"""Called in the device thread with (begin, end, units) of a time in which a rank used these
+"""Called in the device thread with (start, end, units) of an interval in which a rank used these
 units."""
 
 
 class ComputeShare:
-    """The share of one rank: `ask` in the event loop; `begin`, `take` and `end` in its device
+    """The share of one rank. Call `ask` in the event loop; `begin`, `take` and `end` in the device
     thread."""
 
     def __init__(
         self, device: int, num_units: int, use: Callable[[int], None], told: Told | None = None
     ) -> None:
-        """Args: num_units: the units of the whole device. use: sets the number of threads that the
-        backend works with; called in the device thread. told: hears of shares that have ended."""
+        """Args: num_units: the units of the whole device.
+        use: sets the number of threads of the backend; called in the device thread.
+        told: receives each interval in which the rank used one set of units."""
         self._num_units = num_units
         self._use = use
         self._told = told
@@ -47,20 +48,20 @@ class ComputeShare:
         self._newest = _NEVER
         self._used: tuple[int, ...] = ()
         self._held: set[int] = set(range(num_units))
-        """The units that its threads may be on, those that it is about to take included."""
+        """Units that the rank's threads may run on, including those it is about to use."""
         self._since_s = 0.0
-        """The time at which the rank began to use these units for its work; 0: no work runs."""
+        """Start of the current interval of work on these units; 0: no work is running."""
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     @property
     def units(self) -> tuple[int, ...]:
-        """The units that the rank uses; empty: it has not begun."""
+        """The units in use; empty until the first boundary."""
         return self._used
 
     def ask(self, units: Sequence[int], command: CommandId) -> None:
-        """Set the units that the rank may use from its next boundary on; empty: all of the device.
+        """Set the units to use from the next boundary on; empty: the whole device.
 
-        A command that is older than the newest has no effect.
+        A command older than the newest has no effect.
         """
         with self._lock:
             if command >= self._newest:
@@ -68,8 +69,11 @@ class ComputeShare:
                 self._wanted = tuple(units) or tuple(range(self._num_units))
 
     async def taken(self) -> None:
-        """Return once the rank uses no more than it was asked to: at its next boundary, or at once
-        where it is to give up only what it has not taken yet."""
+        """Wait until the rank uses none but the requested units.
+
+        Usually this is at its next boundary. It is immediately if the rank loses only units that it
+        has not started to use.
+        """
         loop = asyncio.get_running_loop()
         waiting: asyncio.Future[None] = loop.create_future()
         with self._lock:
@@ -79,18 +83,18 @@ class ComputeShare:
         await waiting
 
     def begin(self) -> None:
-        """Begin some work, which is a boundary."""
+        """Start some work. This is a boundary."""
         self.take()
         self._since_s = time.time()
 
     def end(self) -> None:
-        """Note that the work has ended."""
+        """Finish the work."""
         self._tell(time.time())
         self._since_s = 0.0
 
     def take(self) -> None:
-        """Use the units that were asked for last. A boundary; costs next to nothing where nothing
-        has changed."""
+        """Switch to the requested units. This is a boundary, and nearly free if nothing has
+        changed."""
         if not self._waiting and (self._num_units == 1 or self._used == self._wanted):
             return
         with self._lock:
@@ -127,24 +131,26 @@ def _set(waiting: asyncio.Future[None]) -> None:
 
 
 def _cores_of(device: int, num_units: int) -> list[int]:
-    """The core of each unit of a device, among those that this process may use. A machine with
-    fewer cores than its devices have together gives some of them to several units."""
+    """The core of each unit of a device, among the cores that this process may use.
+
+    If the machine has fewer cores than its devices need together, several units share a core.
+    """
     cores = sorted(os.sched_getaffinity(0))
     return [cores[(device * num_units + unit) % len(cores)] for unit in range(num_units)]
 
 
 def _pin(cores: set[int]) -> None:
-    """Keep all threads of this process, and those that they start, on these cores.
+    """Restrict all threads of this process, and threads that they start, to these cores.
 
-    Where there are several, all but this one leave the first core to it. Threads that were kept on
-    one core before would else go on there together for a while, each waiting for the other at the
-    end of every step: the first pass on two cores took longer than one on a single core.
+    With several cores, all other threads leave the first core to the calling thread. Threads
+    previously confined to one core would otherwise stay there together for a while and wait for
+    each other at the end of every step: the first pass on two cores took longer than a pass on one.
     """
     first = min(cores)
     others = cores - {first} or cores
     for thread in Path("/proc/self/task").iterdir():
-        with suppress(ProcessLookupError):  # it has ended meanwhile
+        with suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(int(thread.name), others)
-    # It moves over now; what it starts may have any of the cores.
+    # Pinning to one core moves this thread at once; threads that it starts may use every core.
     os.sched_setaffinity(0, {first})
     os.sched_setaffinity(0, cores)

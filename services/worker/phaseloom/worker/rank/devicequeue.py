@@ -1,12 +1,15 @@
-"""The queue before a WPG's devices: operations in the order they came, one call at a time.
+"""The queue in front of a WPG's devices. It runs one backend call at a time, in order of arrival.
 
-Reading operations are permitted side by side, so several may wait. Where the deployment shares
-batches, all `generate` that wait when the devices become free go into one call of the backend, and
-on one replica those that come while it runs join it, as long as nothing else waits; each ends when
-it is done, not with the longest. Where the backend reads with one version of the weights at a time,
-only those that name the same one share a call. All `forward` that wait one behind the other go to
-the device thread together, each a call of its own. An operation that is cancelled before it has
-begun ends at once; a `generate` that runs stops between two tokens.
+Several reading operations can wait, because the scheduler permits them concurrently.
+- If the deployment shares batches, one backend call runs all `generate`s that wait when the devices
+  become free. On one replica, a `generate` that arrives during the call joins it if nothing else is
+  waiting. Each operation ends when its own samples are done.
+- If the backend reads with one version of the weights at a time, only operations that name the same
+  version share a call.
+- Consecutive `forward`s go to the device thread together, each as a separate backend call.
+
+A cancelled operation that has not started ends immediately; a running `generate` stops between two
+tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ from phaseloom.worker.rank.wire import (
 )
 
 MAX_SHARED_BYTES = 8 * 1024 * 1024
-"""The most bytes of payloads that go into one call."""
+"""Maximum total size of the payloads in one call."""
 
 
 class DeviceQueue:
@@ -62,16 +65,17 @@ class DeviceQueue:
         self._running: list[Call] = []
         self._clocks = Clocks()
         self._joining: deque[Call] | None = None
-        """The calls that the running `generate` may take up, in the device thread; None: it may
-        take none."""
+        """Calls that the running `generate` may pick up in the device thread; None: no call may
+        join."""
         self._reached: Reached | None = None
-        """The tail of the running call, where it is to be gathered."""
+        """The ranks of the running call that have only tails left; None unless its tail may be
+        gathered."""
         self.gathered: asyncio.Queue[TailGathered] = asyncio.Queue()
-        """The tails that are being gathered, for the decision log."""
+        """Events for the decision log about tails that are being gathered."""
         self.drawn: asyncio.Queue[tuple[Call, list[DrawnTokens]]] = asyncio.Queue()
-        """The new tokens of operations that stream, for their controllers."""
+        """New tokens of streaming operations, for their controllers."""
         self._rests: dict[OperationKey, Rest] = {}
-        """The rests, by operation, of the operations whose tail is gathered."""
+        """Operation → its remaining samples, while its tail runs on fewer ranks."""
         self._cancelled = Cancelled()
         self._loop = asyncio.get_running_loop()
 
@@ -83,7 +87,7 @@ class DeviceQueue:
         """Run an operation of any kind except those that move state.
 
         Returns: its result; None: it was cancelled.
-        Raises:  Refused: nothing happened. Anything else: it failed half-way.
+        Raises:  Refused: nothing happened. Any other error: it failed half-way.
         """
         if call.is_reading and call.key in self._cancelled:
             return None
@@ -98,9 +102,9 @@ class DeviceQueue:
         return await call.ended
 
     def cancel(self, key: OperationKey, *, keeps_partial: bool = False) -> None:
-        """Cancel a reading operation, wherever it is; harmless once it has ended.
+        """Cancel a reading operation, waiting or running. Harmless if it has ended.
 
-        With `keeps_partial` a `generate` that runs completes with the tokens that it has.
+        With `keeps_partial`, a running `generate` completes with the tokens that it has.
         """
         self._cancelled.add(key, keeps_partial=keeps_partial)
         for call in [c for c in self._waiting if c.key == key and c.is_reading]:
@@ -111,15 +115,16 @@ class DeviceQueue:
                 call.ended.set_result(None)
 
     def give_up(self) -> None:
-        """Stop a `generate` that runs between two tokens, because nobody waits for it any more."""
+        """Stop a running `generate` between two tokens, because nobody waits for results any
+        longer."""
         self._cancelled.add_all()
 
     def is_cancelled(self, key: OperationKey) -> bool:
-        """Whether a cancel has come for the operation."""
+        """Whether the operation has been cancelled."""
         return key in self._cancelled
 
     async def serve(self) -> None:
-        """Run the operations that come, until cancelled."""
+        """Run incoming operations until cancelled."""
         while True:
             await self._has_waiting.wait()
             while self._waiting:
@@ -127,8 +132,11 @@ class DeviceQueue:
             self._has_waiting.clear()
 
     async def _run_next(self) -> None:
-        """Run the calls that are next. Nothing refers to them afterwards, and so to the weights
-        that they have read: these take host memory."""
+        """Run the next calls.
+
+        Keeps no reference to the calls afterwards, because the weights that they have read occupy
+        host memory.
+        """
         calls = self._next()
         self._running = list(calls)
         try:
@@ -153,14 +161,14 @@ class DeviceQueue:
         return calls
 
     def _reads_alike(self, one: Call, other: Call) -> bool:
-        """Whether one call of the backend can read with the weights of both."""
+        """Whether one backend call can use the weights of both."""
         call_wide = self._executor.call_wide
         return call_wide(one.version) == call_wide(other.version)
 
     def _is_in_a_row(self, call: Call) -> bool:
-        """Whether other calls of the same kind may follow this one in the device thread.
+        """Whether calls of this kind may run back to back in the device thread.
 
-        Handing over each call alone takes longer than a short one runs.
+        Handing over each call separately takes longer than a short call runs.
         """
         return self._ranks.is_alone and call.is_reading and not call.kind.shares_calls
 
@@ -183,7 +191,7 @@ class DeviceQueue:
         await self._ranks.here(run)
 
     async def _run(self, calls: list[Call]) -> None:
-        """Run calls together and end each of them, whatever happens."""
+        """Run calls together and complete each of them, even if an error occurs."""
         if self._is_in_a_row(calls[0]):
             await self._run_in_a_row(calls)
             return
@@ -211,10 +219,12 @@ class DeviceQueue:
             call.end(outcome)
 
     async def _prepare(self, calls: list[Call]) -> None:
-        """Have the other ranks read the weights that a whole call names, before any rank begins:
-        the backends may wait for one another.
+        """Have the other ranks read the named weights before any rank starts.
 
-        Raises: NotNow, Refused: one of them could not, and nothing has changed. Broken, GroupLost.
+        The backends may wait for one another, so a rank that starts without the weights would block
+        all.
+        Raises: NotNow, Refused: a rank could not read them, and nothing has changed. Broken,
+                 GroupLost.
         """
         if self._ranks.is_alone or not self._executor.call_wide(calls[0].version):
             return
@@ -223,7 +233,7 @@ class DeviceQueue:
         try:
             _check_had(result for results in others for result in results)
         except (NotNow, Refused):
-            # The others need not keep what they have read, and the memory for it.
+            # Let the other ranks drop what they have read, which frees the memory.
             await self._ranks.together(asyncio.sleep(0), replace(share, gives_up=True))
             raise
 
@@ -242,10 +252,10 @@ class DeviceQueue:
         return await self._ranks.here(lambda: self._executor.finish(args, shares))
 
     async def _generate_on_one(self, calls: list[Call]) -> None:
-        """Run `generate` operations together, and those that join them, on one replica.
+        """Run `generate` operations together on one replica, including those that join them.
 
-        Where the replica has several ranks, all of them have this rank's results, and its backend
-        tells them what joins.
+        If the replica has several ranks, all of them compute the same results, and the leader's
+        backend announces joining requests to the others.
         """
         loop = asyncio.get_running_loop()
         joining: deque[Call] = deque()
@@ -286,7 +296,7 @@ class DeviceQueue:
             if self._ranks.is_alone:
                 await self._ranks.here(begin_and_run)
             else:
-                # The others are given only what the leader has found to be right.
+                # The other ranks receive only requests that the leader has validated.
                 watch.take(await self._ranks.here(lambda: begin(calls)))
                 if watch.calls:
                     await self._ranks.everywhere(run, share_of(watch.calls))
@@ -301,7 +311,8 @@ class DeviceQueue:
     async def _generate(self, calls: list[Call]) -> list[Result | Exception | None]:
         """Run `generate` operations together on several ranks.
 
-        Returns: a result, a refusal or None for each: an operation that is wrong fails alone.
+        Returns: a result, a refusal or None for each. An invalid operation does not affect the
+                 others.
         """
         refused = await self._ranks.here(lambda: {call: self._refusal(call) for call in calls})
         good = [call for call in calls if refused[call] is None]
@@ -345,7 +356,7 @@ class DeviceQueue:
     async def _shares(
         self, calls: list[Call], requests: list[Generate], share: RunShare, watch: ShareWatch
     ) -> list[list[ShareResult]]:
-        """Run requests over the ranks of a share, and note the steps in their calls.
+        """Run requests over the ranks of a share and record the steps in their calls.
 
         Returns: [rank of the share][request].
         """
@@ -391,8 +402,11 @@ class DeviceQueue:
     async def _generate_and_gather(
         self, calls: list[Call], watch: LeaderWatch
     ) -> list[Result | Exception | None]:
-        """Run `generate` operations on all ranks until only their tail is left, and the tail on
-        fewer ranks: see `tails`."""
+        """Run `generate` operations on all ranks until only the tail remains, then run the tail on
+        fewer.
+
+        See `tails`.
+        """
         spec = self._executor.settings.spec
         num_ranks = len(calls[0].permit.ranks) or self._ranks.num_ranks
         self._reached = reached = Reached(calls[0].key, num_ranks)
@@ -403,7 +417,7 @@ class DeviceQueue:
             self._reached = None
             if not reached.is_stopping:
                 stopping.cancel()
-            # No word to stop may come to a rank when it has begun with the tail.
+            # Wait for it: a rank must not receive StopShare after it has started the tail.
             await asyncio.wait([stopping])
         rests: dict[int, Rest] = {}
         for i, (call, result) in enumerate(zip(calls, results, strict=True)):
@@ -419,19 +433,20 @@ class DeviceQueue:
         return results
 
     async def _stop_at_tail(self, reached: Reached, watch: LeaderWatch) -> None:
-        """Stop all ranks once each has only its tail left, unless others wait for the devices."""
+        """Stop all ranks once each has only its tail left, unless other operations are waiting."""
         await reached.by_all()
         if self._waiting:
             return
         reached.is_stopping = True
         watch.stop()
-        with contextlib.suppress(PhaseloomError):  # the call itself fails where a rank is lost
+        with contextlib.suppress(PhaseloomError):  # the call itself fails if a rank is lost
             await self._ranks.agent.call(StopShare(reached.operation))
 
     async def _gathered(
         self, calls: list[Call], rests: list[Rest]
     ) -> list[Result | Exception | None]:
-        """Run the rest of operations on the ranks that their permit names."""
+        """Run the remaining samples of operations on the ranks that their permit names for the
+        tail."""
         permit = calls[0].permit
         replicas = tuple(sorted(permit.tail_on))
         freed = [rank for rank in range(self._ranks.num_ranks) if rank not in replicas]
@@ -462,19 +477,19 @@ class DeviceQueue:
         )
 
     def tail_reached(self, told: TailReached) -> None:
-        """Note that a rank has only the tail of its share of the running call left."""
+        """Record that a rank has only the tail of its share of the running call left."""
         if self._reached is not None and self._reached.operation == told.operation:
             self._reached.add(told.rank)
 
     def tell_drawn(self, key: OperationKey, drawn: list[DrawnTokens]) -> None:
-        """Note new tokens of a running call, from the device thread."""
+        """Forward new tokens of a running call from the device thread to the event loop."""
         self._loop.call_soon_threadsafe(self.tokens_drawn, key, drawn)
 
     def tokens_drawn(self, key: OperationKey, drawn: list[DrawnTokens]) -> None:
-        """Note new tokens of a running call, of this rank or another one."""
+        """Queue new tokens of a running call, from this rank or another one."""
         call = next((call for call in self._running if call.key == key), None)
         if call is None:
-            return  # it has ended, and its result has them
+            return  # the call has ended, and its result includes the tokens
         rest = self._rests.get(key)
         self.drawn.put_nowait((call, [rest.placed(each) for each in drawn] if rest else drawn))
 
@@ -487,7 +502,7 @@ class DeviceQueue:
 
 
 def _merged(parts: Sequence[GenerateResult]) -> GenerateResult:
-    """The result of a `generate` that was cut over replicas of one rank each."""
+    """Merge the parts of a `generate` that was split over replicas of one rank each."""
     merge = KINDS["generate"].merge
     assert merge is not None
     whole: GenerateResult = merge(parts)
@@ -495,8 +510,8 @@ def _merged(parts: Sequence[GenerateResult]) -> GenerateResult:
 
 
 def _check_had(results: Iterable[ShareResult]) -> None:
-    """Check that all ranks could read the weights that the operation names. Raises: NotNow,
-    Refused: one could not."""
+    """Check that every rank could read the named weights. Raises: NotNow, Refused: one could
+    not."""
     for result in results:
         if isinstance(result, Failed):
             raise not_had(result.error)

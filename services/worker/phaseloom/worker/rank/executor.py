@@ -1,7 +1,7 @@
-"""The part of a rank that needs no bus: it runs operations on a backend, in the device thread.
+"""Run operations on a backend, in the device thread. Needs no bus.
 
-`applied` moves with the heap's content, never ahead of it. Where a WPG has several ranks, only the
-leader checks and finishes; every rank computes.
+`applied` follows the heap's content and is never ahead of it. In a WPG of several ranks, only the
+leader checks operations and merges results; every rank computes.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Refused(Exception):
 
 
 _AWAY = frozenset({Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED})
-"""The codes of a source of weights that is being restarted, or that the network hides."""
+"""Codes of a source of weights that is restarting or cannot be reached over the network."""
 
 
 class NotNow(Exception):
-    """A resource that the operation needs is out of reach; nothing was changed."""
+    """A resource that the operation needs is temporarily unavailable; nothing was changed."""
 
     def __init__(self, error: ErrorInfo) -> None:
         super().__init__(error.message)
@@ -61,7 +61,7 @@ class NotNow(Exception):
 
 
 def not_had(error: ErrorInfo) -> NotNow | Refused:
-    """The error for an operation whose weights cannot be had: nothing has changed."""
+    """Return the error for an operation whose weights are unavailable. Nothing has changed."""
     return NotNow(error) if error.code in _AWAY else Refused(error)
 
 
@@ -72,7 +72,7 @@ class Executor:
     applied: int = 0
     """The seq of the last mutating operation in the heap."""
     _keeps_kv: bool = False
-    """Whether the sync that runs keeps the prefix cache."""
+    """Whether the running sync keeps the prefix cache."""
 
     @property
     def weight_slots(self) -> list[TensorSlot]:
@@ -84,7 +84,7 @@ class Executor:
 
     @property
     def is_one_replica(self) -> bool:
-        """Whether all ranks run the whole of each operation, and have all of its result."""
+        """Whether every rank runs each operation as a whole and has its whole result."""
         return self.settings.spec.layout.dp == 1
 
     # --- the leader's -----------------------------------------------------------------------------
@@ -119,16 +119,16 @@ class Executor:
             )
 
     def run(self, args: Args, version: Version | None = None) -> Result:
-        """Run a whole operation, of any kind but `generate` and those that move state.
+        """Run a whole operation of any kind except `generate` and those that move state.
 
         Args:   version: as in `compute`.
-        Raises: Refused. Anything else: it failed half-way.
+        Raises: Refused. Any other error: it failed half-way.
         """
         self.check(args)
         return self.finish(args, [self.compute(args, version)])
 
     def finish(self, args: Args, shares: Sequence[Result]) -> Result:
-        """The operation's result, merged from the results of all ranks in their order."""
+        """Merge the results of all ranks, in rank order, into the operation's result."""
         if self.is_alone:
             return shares[0]
         return merge(kind_of(args), shares, self.settings.spec.layout)
@@ -141,7 +141,7 @@ class Executor:
 
     @contextmanager
     def syncing(self, args: SyncWeights) -> Iterator[None]:
-        """Replace the weights by those of a `sync_weights` within the block."""
+        """Apply the options of a `sync_weights` while the block replaces the weights."""
         self._keeps_kv = args.keeps_kv and self._can_keep_kv
         try:
             yield
@@ -149,7 +149,7 @@ class Executor:
             self._keeps_kv = False
 
     def weights_changed(self) -> None:
-        """Tell the backend that the heap's bytes were replaced; called in the device thread."""
+        """Notify the backend that the heap's bytes were replaced. Called in the device thread."""
         if self._keeps_kv:
             assert isinstance(self.backend, KeepsKv)
             self.backend.weights_updated()
@@ -161,7 +161,7 @@ class Executor:
     ) -> Sequence[Generate]:
         """This rank's part of requests that run together.
 
-        Args: replicas: the ranks that take part, one for each replica; empty: all ranks.
+        Args: replicas: the participating ranks, one for each replica; empty: all ranks.
         """
         if replicas:
             place = replicas.index(self.settings.rank)
@@ -173,7 +173,7 @@ class Executor:
     def first_prompts(
         self, requests: Sequence[Generate], replicas: Sequence[int] = ()
     ) -> list[int]:
-        """The place of the first prompt of each request that `part` gives this rank. Args: as in
+        """The index of the first prompt of each request in this rank's `part`. Args: as in
         `part`."""
         if replicas:
             place = replicas.index(self.settings.rank)
@@ -183,13 +183,14 @@ class Executor:
         return [run.start for run in runs]
 
     def compute(self, args: Args, version: Version | None = None) -> Result:
-        """Run this rank's part of an operation that was checked.
+        """Run this rank's part of a checked operation.
 
-        Args:   version: the weights that the operation names; None: the deployment's own.
+        Args:   version: the weights that the operation names; None: the deployment's current
+                 weights.
         Raises: the backend's error: the operation failed half-way.
         """
         if isinstance(args, LoadState):
-            # The checkpoint is loaded by now: the digest shows what is in the heaps.
+            # The state manager has already loaded the checkpoint; return the digest of the heap.
             return LoadStateResult(self.backend.weights_sha256())
         kind = kind_for(args)
         assert not kind.moves_state, f"ranks and state managers do {kind.name}"
@@ -204,8 +205,10 @@ class Executor:
         return result
 
     def call_wide(self, version: Version | None) -> str:
-        """The name of weights that a whole call of the backend must read with; empty: its own, or
-        those that each request names."""
+        """The name of the weights that a whole backend call must read with.
+
+        Empty: the backend's current weights, or weights named per request.
+        """
         if version is None:
             return ""
         is_mixed = isinstance(version, AdapterVersion) and isinstance(self.backend, MixesAdapters)
@@ -213,8 +216,11 @@ class Executor:
 
     @contextmanager
     def reading(self, version: Version | None) -> Iterator[None]:
-        """Within this, in the device thread, the backend reads with these weights, if they are a
-        whole call's."""
+        """Make the backend read with these weights inside the block, if they apply to the whole
+        call.
+
+        Use it in the device thread.
+        """
         backend = self.backend
         if isinstance(version, WholeVersion):
             assert isinstance(backend, ReadsOthers), "refused when the version was read"
@@ -231,7 +237,6 @@ class Executor:
             yield
 
     def _share(self, args: Args) -> Args:
-        """This rank's part of an operation's data."""
         if self.is_alone:
             return args
         return split(args, self.settings.spec.layout, self.settings.rank)

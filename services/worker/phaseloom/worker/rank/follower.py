@@ -1,4 +1,4 @@
-"""A rank that is not the leader: it runs its part of each call that the leader makes."""
+"""A rank other than the leader: it runs its part of each call that the leader makes."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ from phaseloom.worker.state.client import RankStateClient
 
 
 class Sending:
-    """The new tokens of a rank on their way to the leader, in order.
+    """Sends a rank's new tokens to the leader, in order.
 
-    Ranks on other nodes than the leader send none: their tokens come with the result.
+    Ranks on other nodes send none; the leader gets their tokens with the result.
     """
 
     def __init__(self, agent: Peer[RankMessage], *, is_near_leader: bool) -> None:
@@ -68,7 +68,7 @@ class Sending:
             self._loop.call_soon_threadsafe(self._send, TokensDrawn(key, drawn))
 
     async def done(self) -> None:
-        """Return once all tokens have come to the leader."""
+        """Wait until the leader has received all tokens."""
         if self._last is not None:
             await self._last
 
@@ -78,7 +78,7 @@ class Sending:
         async def send() -> None:
             if before is not None:
                 await before
-            with contextlib.suppress(PhaseloomError):  # then the agent or the leader is gone
+            with contextlib.suppress(PhaseloomError):  # the agent or the leader is gone
                 await self._agent.call(told)
 
         self._last = asyncio.ensure_future(send())
@@ -93,9 +93,9 @@ class Follower:
     weights: RankWeights = field(init=False)
     named: WeightsReader = field(init=False)
     _version: Version | None = None
-    """Prepared for an operation that names weights which a whole call reads with."""
+    """The weights read in advance for the next share, whose whole call reads with them."""
     _fetched: FetchedVersion | None = None
-    """The version fetched for a `sync_weights`, until all ranks have fetched theirs."""
+    """The version fetched for a `sync_weights`, kept until all ranks have fetched theirs."""
     _cancelled: Cancelled = field(default_factory=Cancelled)
     _generating: ShareWatch | None = None
     _telling: asyncio.Future[None] | None = None
@@ -108,8 +108,10 @@ class Follower:
         self._cancelled.add(cancel.operation, keeps_partial=cancel.keeps_partial)
 
     async def run(self, share: RunShare) -> ShareDone:
-        """Run this rank's part of a call. Raises: the error that it failed with; the WPG cannot go
-        on then."""
+        """Run this rank's part of a call.
+
+        Raises: the error that it failed with; the WPG cannot continue then.
+        """
         started_s = time.time()
         operations: list[Operation] = [
             decode(o.payload, Operation, o.content_type) for o in share.operations
@@ -162,14 +164,15 @@ class Follower:
         return await self.ranks.here(lambda: self.executor.compute(args, named))
 
     async def _named(self, args: list[Args], share: RunShare) -> list[Version | Failed | None]:
-        """The weights that each operation of a share names, or why they cannot be had here."""
+        """The weights that each operation of a share names, or the reason why they are
+        unavailable."""
         prepared, self._version = self._version, None
         if prepared is not None and {*share.weights} == {prepared.name}:
             return [prepared] * len(args)
         return await self._read(args, share)
 
     async def _prepare_named(self, args: Args, share: RunShare) -> ShareResult:
-        """Read the weights that the next share names, or give up those that were read."""
+        """Read the weights that the next share names, or drop those that were read."""
         self._version = None
         if share.gives_up:
             return None
@@ -212,7 +215,7 @@ class Follower:
         named: list[Version | Failed | None],
         share: RunShare,
     ) -> list[tuple[GenerateResult | None, StepRecord]]:
-        """Run this rank's part of some of the share's operations. Args: runs: their places."""
+        """Run this rank's part of some of the share's operations. Args: runs: their indices."""
         parts = self.executor.part(requests, share.replicas)
         firsts = self.executor.first_prompts(requests, share.replicas)
         part = [parts[i] for i in runs]
@@ -244,13 +247,13 @@ class Follower:
 
     def _tell(self, told: TailReached) -> None:
         async def tell() -> None:
-            with contextlib.suppress(PhaseloomError):  # then the agent or the leader is gone
+            with contextlib.suppress(PhaseloomError):  # the agent or the leader is gone
                 await self.ranks.agent.call(told)
 
         self._telling = asyncio.ensure_future(tell())
 
     def stop(self, share: StopShare) -> None:
-        """End a running share with the tokens that it has."""
+        """Stop a running share, which ends with the tokens that it has."""
         if self._generating is not None and self._generating.first == share.operation:
             self._generating.stop()
 
@@ -259,7 +262,7 @@ class Follower:
             case _ if share.prepares:
                 return await or_failed(self._prepare(args, share.permit))
             case PublishWeights() if share.manifest is not None and self.settings.is_first_here:
-                # Once on each node; on the leader's it is the leader who does so.
+                # One rank per node commits; on the leader's node, the leader does it.
                 version = self._published(share.permit)
                 await self.state.versions.commit_parts(version, share.manifest)
             case SyncWeights():
@@ -270,7 +273,7 @@ class Follower:
     async def _save(self, operation: str, args: SaveState, share: RunShare) -> None:
         """Have this node's state manager copy its ranks' state, or write the copy.
 
-        Raises: PhaseloomError: it could not.
+        Raises: PhaseloomError: it failed.
         """
         if not self.settings.is_first_here:
             return
@@ -284,8 +287,7 @@ class Follower:
             )
 
     async def _load(self, operation: str, args: LoadState) -> None:
-        """Have this node's state manager read the checkpoint. Raises: PhaseloomError: it could
-        not."""
+        """Have this node's state manager read the checkpoint. Raises: PhaseloomError: it failed."""
         if self.settings.is_first_here:
             await self.state.read_checkpoint(
                 args.name, args.source, optimizer=args.optimizer, load=operation
@@ -294,7 +296,7 @@ class Follower:
     async def _prepare(
         self, args: PublishWeights | SyncWeights, permit: Permit
     ) -> PartWritten | None:
-        """Run the first call's part, which changes nothing. Raises: PhaseloomError: it failed."""
+        """Run this rank's part of the first call, which changes nothing. Raises: PhaseloomError."""
         self._fetched = None
         if isinstance(args, PublishWeights):
             return PartWritten(await self.weights.write(self._published(permit)))

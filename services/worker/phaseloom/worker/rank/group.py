@@ -1,8 +1,8 @@
-"""The ranks of a WPG as their leader calls them: one call at a time, on all of them or on none.
+"""The ranks of a WPG as their leader calls them: each call runs on all of them.
 
-The leader's own part runs in its device thread; the other ranks' parts are asked of them through
-the agent. The backends may talk to one another meanwhile, so where one part fails the others may
-never return. Then nobody waits for them, and the WPG cannot go on.
+The leader's part runs in its device thread; the agent forwards the other ranks' parts. The backends
+may communicate during a call, so the other parts may hang after one part fails. The leader does not
+wait for them then, and the WPG cannot continue.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SharesOfOthers = list[list[ShareResult]]
 
 
 class Broken(Exception):
-    """A part of a call failed, so the ranks do not agree any more. The exception's cause is the
+    """A part of a call failed, so the ranks no longer agree. The exception's cause is the
     failure."""
 
 
 class GroupLost(Exception):
-    """All ranks are alive and cannot reach one another, or a resource that they need.
+    """All ranks are alive but cannot reach one another, or a resource that they need.
 
-    The call is not at fault: its outcome is left to the next incarnation. The exception's cause is
+    The call is not at fault, so the next incarnation decides its outcome. The exception's cause is
     the failure.
     """
 
@@ -63,13 +63,12 @@ class Ranks:
     async def everywhere(self, own: Callable[[], T], share: RunShare) -> tuple[T, SharesOfOthers]:
         """Run the leader's part of a call in its device thread, and the other ranks' parts of it.
 
-        Raises: the error of `own`, where the leader is alone; else Broken or GroupLost.
+        Raises: the error of `own` if the leader is alone; otherwise Broken or GroupLost.
         """
         return await self.together(self.here(own), share)
 
     async def together(self, own: Awaitable[T], share: RunShare) -> tuple[T, SharesOfOthers]:
-        """Run a call as `everywhere` does, where the leader's part is several calls in its device
-        thread."""
+        """Run a call like `everywhere`, with an awaitable as the leader's part."""
         if self.is_alone:
             return await own, []
         here = asyncio.ensure_future(own)
@@ -80,7 +79,7 @@ class Ranks:
                 part.exception() for part in (here, others) if part.done() and part.exception()
             ]
             if failures:
-                # The agent does not answer where a rank has died.
+                # The agent does not answer if a rank has died.
                 await self.agent.call(RollCall())
                 raise _end_of(failures[0]) from failures[0]
         finally:

@@ -1,13 +1,16 @@
 """The leader of a WPG: from a permit to a stored outcome.
 
-Normal order of an operation: check (incarnation, `prev`, DONE absent) → read the payload from the
-operation stream → run → write DONE, first writer wins → append OperationFinished. DONE is the
-outcome; everything after it may be done again. Effects are deduplicated by (incarnation, seq): in
-one incarnation a mutating operation runs once, because the scheduler permits it once and `prev`
-must match.
+Steps of an operation:
+- check its incarnation and `prev`, and that DONE has no outcome of it yet
+- read its payload from the operation stream
+- run it
+- write its outcome to DONE, where the first writer wins
+- append OperationFinished to the decision log
 
-Reading operations are permitted side by side and wait in the `DeviceQueue`; a mutating one comes
-alone. Calls on the bus are repeated until it answers: a restart of its server costs time only.
+DONE holds the authoritative outcome; every later step may be repeated. A mutating operation runs
+once per (incarnation, seq), because the scheduler permits it once and `prev` must match. Several
+reading operations may be permitted at once and wait in the `DeviceQueue`; a mutating one runs
+alone. Calls on the bus are repeated until it answers, so a restart of its server only costs time.
 """
 
 from __future__ import annotations
@@ -87,7 +90,7 @@ from phaseloom.worker.state.client import RankStateClient
 log = logging.getLogger(__name__)
 
 _PROGRESS_S = 0.5
-"""Seconds between two reports of the progress of a `generate`."""
+"""Seconds between two progress reports of a `generate`."""
 
 _CANCELLED = ErrorInfo(Code.ABORTED, "it was cancelled")
 _PARTIAL = ErrorInfo(
@@ -122,8 +125,8 @@ class Leader:
     _moving: StateOperations = field(init=False)
     _weights: WeightsReader = field(init=False)
     _saving: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a `save_state` runs. Only one runs at a time: each takes as much host memory as
-    the state, and the job must fall back to the last one."""
+    """Held during a `save_state`. One runs at a time: each needs as much host memory as the state,
+    and the job must be able to fall back to the previous one."""
 
     def __post_init__(self) -> None:
         self._outcomes = Outcomes(self.settings, self.bus)
@@ -133,10 +136,11 @@ class Leader:
         self._weights = WeightsReader(self.state, self.executor)
 
     async def run(self, given: RunPermits) -> None:
-        """Return once every outcome, or its permit's return, is in the decision log.
+        """Run permits. Return when the decision log has every outcome or the return of its permit.
 
-        Raises: ResourceError: a permit is not for this rank's state, and nothing happened; or the
-                ranks cannot go on, whatever is stored.
+        Raises: ResourceError: a permit does not match this rank's state, and nothing happened; or
+                 the ranks
+                cannot continue, whatever is stored.
         """
         operations = [permit.operation for permit in given.permits]
         self._outcomes.unended.update(operations)
@@ -183,7 +187,7 @@ class Leader:
         batch: _PermitBatch,
     ) -> None:
         parent = telemetry.extract({"traceparent": traceparent} if traceparent else {})
-        # What is logged on the way belongs to the operation's trace.
+        # Add log lines of the run to the operation's trace.
         with telemetry.within(parent):
             try:
                 is_save = permit.kind == "save_state"
@@ -232,15 +236,17 @@ class Leader:
         self.queue.cancel(cancel.operation, keeps_partial=cancel.keeps_partial)
 
     async def prefetch(self, asked: PrefetchWeights) -> None:
-        """Have this rank's share of a version fetched. Raises: PhaseloomError: it cannot be had."""
+        """Fetch this rank's share of a version. Raises: PhaseloomError: it is unavailable."""
         await self._moving.weights.prefetch(asked)
 
     async def adjust(self, adjust: AdjustShare) -> None:
-        """Return once the rank uses these compute units: at the next boundary of its work or,
-        without work, at once."""
+        """Wait until the rank uses these compute units.
+
+        That is at the next boundary of its work, or immediately if it has none.
+        """
         self.ranks.share.ask(adjust.units, adjust.command)
         taken = asyncio.ensure_future(self.ranks.share.taken())
-        # A call of its own is a boundary too, behind what runs, which usually has one before.
+        # An empty call queued behind the running one is a boundary as well, in case that has none.
         behind = asyncio.ensure_future(self.ranks.here(lambda: None))
         try:
             await asyncio.wait({taken, behind}, return_when=asyncio.FIRST_COMPLETED)
@@ -266,7 +272,7 @@ class Leader:
             )
 
     async def tell_progress(self) -> None:
-        """Publish the progress of each running `generate`, until cancelled; no service decides by
+        """Publish the progress of each running `generate` until cancelled. No service decides by
         it."""
         told: dict[OperationKey, int] = {}
         while True:
@@ -285,7 +291,7 @@ class Leader:
             await until_done(partial(self.bus.log.append, event, msg_id=msg_id), "append")
 
     async def tell_drawn(self) -> None:
-        """Publish the new tokens of operations that stream, until cancelled."""
+        """Publish the new tokens of streaming operations until cancelled."""
         while True:
             call, drawn = await self.queue.drawn.get()
             for message in messages(drawn):
@@ -401,20 +407,20 @@ class Leader:
                 return await self._moving.load(call, args)
 
     async def _free_devices(self, permit: Permit, batch: _PermitBatch) -> None:
-        """Let others use the devices: the state that is saved has been copied."""
+        """Free the devices for other operations after a save's state has been copied."""
         if permit.replay:
-            return  # what follows is run again in order
+            return  # a replay runs the later operations in order
         self._reading.discard(permit.operation)
         self._outcomes.unended.discard(permit.operation)
         taken = StateSnapshotTaken(permit.operation, permit.epoch, permit.incarnation)
         msg_id = f"snapshot:{permit.operation}:{permit.incarnation}:{permit.id}"
-        # First, so that the next permit finds the lock free.
+        # Free the devices first, so that the next permit finds the agent's lock free.
         await self._note_free(permit.operation, batch)
         await until_done(lambda: self.bus.log.append(taken, msg_id=msg_id), "append")
 
     async def _note_free(self, operation: OperationKey, batch: _PermitBatch) -> None:
-        """Note that an operation needs no devices any more; the agent is told after the batch's
-        last one."""
+        """Record that an operation no longer needs devices; notify the agent after the batch's last
+        one."""
         if operation in batch.on_devices:
             batch.on_devices.remove(operation)
             if batch.has_saves and not batch.on_devices:
@@ -422,7 +428,8 @@ class Leader:
 
 
 def _is_to_run_again(permit: Permit, done: Completion) -> bool:
-    """Whether a rebuild must run the operation again: it took effect, or it dropped gradients."""
+    """Whether a rebuild must run a finished operation again: it took effect or dropped
+    gradients."""
     return permit.replay and (done.outcome is Outcome.COMPLETED or permit.partial)
 
 

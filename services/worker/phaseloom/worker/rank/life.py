@@ -1,9 +1,9 @@
-"""One rank of a WPG: it runs one backend on one device, until its agent ends it.
+"""One rank of a WPG. It runs one backend on one device until its agent ends it.
 
-The event loop speaks with the agent, the state manager and, in the leader, the bus. The backend and
-the copies of its heap run in a thread of the rank's own beside it, so that the loop stays free
-during a long step. A rank ends when it loses its agent, because nobody could fence it any more, and
-when its state manager is gone for good.
+The event loop talks to the agent, the state manager and, in the leader, the bus. The backend and
+the copies of its heap run in a separate thread, so that the loop stays responsive during a long
+step. A rank ends when it loses its agent, because it could no longer be fenced, or when its state
+manager is permanently gone.
 """
 
 from __future__ import annotations
@@ -72,12 +72,13 @@ Answer = Callable[[RankMessage], Awaitable[RankMessage]]
 
 
 class Surroundings:
-    """The things that the ranks of a process share."""
+    """Resources shared by the ranks of a process."""
 
     def __init__(self, name: str) -> None:
         """Args: name: the name of the process's connection to the bus."""
         self.building = threading.Lock()
-        """Held while a model is built: `transformers` replaces functions of torch meanwhile."""
+        """Held while a model is built, because `transformers` temporarily replaces functions of
+        torch."""
         self._name = name
         self._opening = asyncio.Lock()
         self._bus: Bus | None = None
@@ -96,7 +97,7 @@ class Surroundings:
 
 
 class Rank:
-    """One rank. Call `run` and, where its process goes on, `end` afterwards."""
+    """One rank. Call `run`, and then `end` if the process continues."""
 
     def __init__(self, settings: RankConfig, surroundings: Surroundings) -> None:
         self._settings = settings
@@ -125,21 +126,21 @@ class Rank:
             await agent.call(RankFailed(settings.token, unexpected_error(error)))
 
     async def stop(self) -> None:
-        """End the conversation with the agent, so that `run` ends; a `generate` that runs stops
-        with its next token."""
+        """Disconnect from the agent, so that `run` ends. A running `generate` stops at its next
+        token."""
         if self._agent is not None:
             await self._agent.close()
         if self._leader is not None:
             self._leader.queue.give_up()
 
     async def end(self) -> None:
-        """Give everything back, once `run` has ended and the device thread is idle."""
+        """Free all resources after `run` has ended and the device thread is idle."""
         await self.stop()
         if self._state is not None:
             await self._state.close(self._free)
         else:
             await asyncio.get_running_loop().run_in_executor(self._device_thread, self._free)
-        self._device_thread.shutdown(wait=False)  # it has nothing to do any more
+        self._device_thread.shutdown(wait=False)  # the thread is idle
 
     def _free(self) -> None:
         if self._heap is not None:
@@ -199,8 +200,10 @@ class Rank:
             await lifecycle.end(running)
 
     async def _build(self, ranks: Ranks, group: RankGroup) -> Executor:
-        """The backend on its heap, filled from the spec's seeds unless the model is a registered
-        one."""
+        """Build the backend on its heap, initialised from the spec's seeds.
+
+        The weights of a registered model are filled in later.
+        """
         settings = self._settings
         factory, spec = backend_factory(settings.spec.backend), settings.spec
 
@@ -220,8 +223,7 @@ class Rank:
 
 
 def _check_room(settings: RankConfig, memory: Memory) -> None:
-    """Check that a rank fits on its device alone, before it builds a model that takes as much of
-    the machine's memory.
+    """Check that a rank fits on its device before building a model of that size in host memory.
 
     Raises: ResourceError: RESOURCE_EXHAUSTED, with the numbers.
     """
@@ -239,7 +241,7 @@ def _check_room(settings: RankConfig, memory: Memory) -> None:
 
 
 def _share_of(settings: RankConfig, backend: Backend) -> ComputeShare:
-    """The rank's share of its device: all of it, until the scheduler says otherwise."""
+    """The rank's share of its device: all of it until the scheduler changes the share."""
     key = settings.deployment
 
     def told(begin_s: float, end_s: float, units: Sequence[int]) -> None:
@@ -263,13 +265,13 @@ def _share_of(settings: RankConfig, backend: Backend) -> ComputeShare:
 
 
 def _no_threads(count: int) -> None:
-    """Do nothing: for a backend that cannot divide its work, which is kept on the cores of its
-    share all the same."""
+    """Do nothing. Used for a backend that cannot set its number of threads. It is still pinned to
+    the cores of its share."""
 
 
 def _identity(model: ModelSpec) -> str:
-    """The digest of everything that determines a model's initial weights, however they are trained
-    later."""
+    """The digest of everything that determines a model's initial weights, regardless of
+    training."""
     known: tuple[object, ...] = (model.config, model.init_seed)
     if model.pinned is not None:
         known = (model.config, [(file.name, file.blake3) for file in model.pinned.files])
@@ -279,7 +281,7 @@ def _identity(model: ModelSpec) -> str:
 
 
 async def _group(settings: RankConfig, agent: Peer[RankMessage]) -> RankGroup:
-    """This rank's place among its WPG's ranks, and the place where they meet.
+    """This rank's position in its WPG, and the address where the ranks meet.
 
     Raises: PhaseloomError: the incarnation is over.
     """
@@ -294,7 +296,7 @@ async def _group(settings: RankConfig, agent: Peer[RankMessage]) -> RankGroup:
     if not settings.is_over_nodes:
         return here
     if settings.interface:
-        # gloo and NCCL can be told in no other way.
+        # gloo and NCCL accept the interface only through the environment.
         os.environ |= dict.fromkeys(_INTERFACE_VARIABLES, settings.interface)
     told, fds = await agent.call(MeetRanks(settings.token))
     assert isinstance(told, MeetAt), told
@@ -314,20 +316,21 @@ async def _fill(
     state: RankStateClient,
     ranks: Ranks,
 ) -> None:
-    """Fill the state, as no seal was restored: from the job's checkpoint, from the files of a
-    registered model, or from the seeds."""
+    """Fill the state if no seal was restored: from the job's checkpoint, the files of a registered
+    model, or the seeds."""
     executor.applied = settings.applied
     if settings.checkpoint:
         await state.commit_checkpoint(settings.checkpoint, settings.applied)
         return
     files, adapter = settings.spec.model.pinned, settings.spec.model.adapter
-    if files is not None and adapter is None:  # one begins as it was drawn, on its base
+    # an adapter starts from its seed on the registered base
+    if files is not None and adapter is None:
         await ranks.here(lambda: _read_files(heap, executor.backend, files))
     await state.commit_initial(settings.applied)
 
 
 def _read_files(heap: DeviceMemory, backend: Backend, files: ModelDirectory) -> None:
-    from phaseloom.worker.backends import pretrained  # needs torch
+    from phaseloom.worker.backends import pretrained  # imports torch
 
     is_tied = bool(backend.config.get("tie_word_embeddings"))
     names = [slot.name for slot in backend.version_slots]

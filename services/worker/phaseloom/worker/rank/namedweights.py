@@ -1,12 +1,13 @@
-"""Weights that operations name, as a rank reads with them in place of its own: versions and
-checkpoints.
+"""Weights that operations name, so that a rank reads with them instead of its current weights.
 
-A sampler uses an adapter's beside its own. All weights of a model, and a trainer's adapter, take
-the place of its own in the heap for one call, which gives them back to the last byte.
+Operations may name versions and checkpoints.
+- A sampler uses a named adapter alongside its current one.
+- Full weights, and a trainer's adapter, replace the current ones in the heap for one call. Every
+  byte is restored afterwards.
 
-The operations that run at a time and name the same weights have them in host memory once. Those of
-adapters' checkpoints, which take longest to read, stay there: as many as the rank has places for on
-its device, the ones used last.
+Concurrent operations that name the same weights share one copy in host memory. Adapters read from
+checkpoints stay in host memory, because they take longest to read. At most as many as the device
+has adapter slots stay; the least recently used are dropped first.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class _PeftConfig(msgspec.Struct):
 
 
 def named_in(args: Args) -> NamedWeights | None:
-    """The weights that an operation names; None: it names none."""
+    """The weights that an operation names; None if it names none."""
     return args.weights if isinstance(args, Generate | Forward) else None
 
 
@@ -88,10 +89,10 @@ class WeightsReader:
         self._weights = RankWeights(self.executor.settings, self.state.versions, self.executor)
 
     async def read(self, args: Args, permit: Permit | None) -> Version | None:
-        """The weights that an operation names, verified; None: it names none.
+        """The weights that an operation names, verified; None if it names none.
 
-        Args:   permit: the operation's permit; None where it names a checkpoint.
-        Raises: PhaseloomError: the weights cannot be had, or cannot be used here.
+        Args:   permit: the operation's permit; may be None if it names a checkpoint.
+        Raises: PhaseloomError: the weights are unavailable or cannot be used here.
         """
         named = named_in(args)
         if named is None:
@@ -143,7 +144,8 @@ class WeightsReader:
             return await self._whole_from_files(named.checkpoint, source)
 
     async def _whole_from_files(self, checkpoint: str, source: str) -> WholeVersion:
-        """The checkpoint that has the name now; another operation has it, or it is read."""
+        """Return the checkpoint's current weights, shared with another operation or read from its
+        files."""
 
         async def read(opened: SavedOpened, name: str) -> WholeVersion:
             self._check_kind(opened)
@@ -168,9 +170,10 @@ class WeightsReader:
         source: str,
         read: Callable[[SavedOpened, str], Awaitable[Found]],
     ) -> Found:
-        """What `read` makes of the checkpoint that has the name now, and has it afterwards.
+        """Read the checkpoint that currently has the name, and retry if it is overwritten
+        meanwhile.
 
-        Args: read: is given what it is, and a name that only its files have.
+        Args: read: receives the checkpoint's description, and a name unique to its files.
         """
         now = await self.state.open_saved(checkpoint, source)
         while True:
@@ -182,15 +185,15 @@ class WeightsReader:
                 error = failure
             now = await self.state.open_saved(checkpoint, source)
             if now != opened:
-                continue  # it was overwritten meanwhile
+                continue  # overwritten during the read
             if error is not None:
                 raise error
             return found
 
     def _check_kind(self, opened: SavedOpened) -> None:
-        """Check that a checkpoint can take the place of the deployment's own weights.
+        """Check that a checkpoint can replace the deployment's current weights.
 
-        Raises: CallerError: it has an adapter and the deployment none, or another one.
+        Raises: CallerError: only one of the two has an adapter, or the adapters differ.
         """
         own = self.executor.settings.spec.model.adapter
         if own is None and opened.adapter_config:
@@ -207,7 +210,7 @@ class WeightsReader:
             )
 
     async def _own(self) -> OwnBytes:
-        """Memory for what the heap has of its own while other weights are in their place."""
+        """Memory that saves the heap's current weights while other weights replace them."""
         backend, num_bytes = self.executor.backend, self.state.weights_bytes
         if isinstance(backend, LendsMore):
             num_bytes = backend.lent_bytes
@@ -246,8 +249,11 @@ class WeightsReader:
     async def _whole(
         self, opened: Opened, permit: Permit, slots: list[TensorSlot]
     ) -> tuple[list[TensorSlot], memoryview]:
-        """The tensors of a version and the memory where they lie. A version in parts is assembled
-        in memory of this rank's own. Args: slots: the tensors of a version in parts."""
+        """The tensors of a version and the memory that contains them.
+
+        A version in parts is assembled in new memory of this rank.
+        Args: slots: the tensors of a version in parts.
+        """
         if not opened.is_manifest:
             return opened.table.tensors, opened.memory
         assert permit.ticket is not None
@@ -271,7 +277,7 @@ class WeightsReader:
         return version
 
     async def _from_files(self, checkpoint: str, source: str) -> AdapterVersion:
-        """The checkpoint that has the name now; it is kept or read."""
+        """Return the checkpoint's current adapter, cached or read from its files."""
 
         async def read(opened: SavedOpened, name: str) -> AdapterVersion:
             if not opened.adapter_config:
@@ -286,7 +292,8 @@ class WeightsReader:
         return await self._steadily(checkpoint, source, read)
 
     def _adapter(self, opened: SavedOpened) -> Adapter:
-        """What a checkpoint is, by its config. Raises: CallerError: nothing that is read here."""
+        """Parse a checkpoint's adapter config. Raises: CallerError: this rank cannot use the
+        adapter."""
         try:
             config = msgspec.json.decode(opened.adapter_config, type=_PeftConfig)
         except msgspec.DecodeError as error:
@@ -309,7 +316,7 @@ class WeightsReader:
 
 
 def _beside(name: str, own: OwnBytes) -> str:
-    """The key of weights that were read in place of the own ones of this seq."""
+    """The key of weights read as a replacement for the current weights at this seq."""
     return f"{name} in place of {own.applied}"
 
 
@@ -318,7 +325,7 @@ def _end(slots: list[TensorSlot]) -> int:
 
 
 def _of_field(error: ErrorInfo, named: NamedWeights) -> ErrorInfo:
-    """The refusal of weights, by the field that names them."""
+    """Name the request field that selected the weights in a refusal."""
     if error.field.startswith("args.weights"):
         return error
     field = "args.weights.checkpoint" if named.checkpoint else "args.weights.version"

@@ -1,4 +1,4 @@
-"""The end of an operation: its outcome goes to DONE, first writer wins, and its end to the log."""
+"""The end of an operation: store its outcome in DONE, first writer wins, and log its end."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ from phaseloom.worker.rank.wire import RankConfig
 log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 0.005
-"""The most seconds that the end of an operation waits for the ends of others that run beside it."""
+"""Maximum seconds that the end of an operation waits to be logged together with other ends."""
 
 MAX_OUTCOME_BYTES = streams.MAX_PAYLOAD_BYTES - 65_536
-"""The most bytes of an outcome; the rest of a message is room for headers."""
+"""Maximum bytes of an outcome; the remainder of a message is for headers."""
 _TOO_LARGE = ErrorInfo(
     Code.RESOURCE_EXHAUSTED,
     "the result is too large for one message",
@@ -65,16 +65,16 @@ class Ran:
     started_unix_s: float
     duration_s: float
     is_dirty: bool = False
-    """Whether the state is now one that no operation made."""
+    """Whether the state is one that no completed operation produced."""
     broken: Broken | None = None
-    """The error where the ranks cannot go on together; None: they can."""
+    """The error after which the ranks cannot continue together; None: they can."""
     num_tokens: int = 0
     share: float = 1.0
     """As in `OperationFinished`."""
     steps: list[StepRun] = field(default_factory=list)
     """As in `OperationFinished`."""
     saved: SaveState | None = None
-    """The `save_state` that is durable now."""
+    """The `save_state` whose checkpoint is durable now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +88,15 @@ class Outcomes:
     settings: RankConfig
     bus: Bus
     unended: set[OperationKey] = field(default_factory=set)
-    """The operations that are permitted and about to end, or to run for long."""
+    """Permitted operations that have not ended; ends wait for each other while there are any."""
     _finished: GroupCommit[_Finished, None] = field(init=False)
 
     def __post_init__(self) -> None:
         self._finished = GroupCommit(self._append, lambda: bool(self.unended), MAX_WAIT_S)
 
     async def give_back(self, permit: Permit, error: ErrorInfo) -> None:
-        """Return a permit under which nothing has changed; the scheduler gives it again."""
+        """Return a permit under which nothing has changed, so that the scheduler issues it
+        again."""
         log.warning("permit of %s returned: %s", permit.operation, error.message)
         returned = PermitReturned(permit.operation, permit.epoch, permit.incarnation, error)
         msg_id = f"returned:{permit.operation}:{permit.id}"
@@ -109,11 +110,12 @@ class Outcomes:
         ran: Ran,
         parent: Context,
     ) -> None:
-        """Store the outcome, unless there is one; then append the operation's end to the decision
+        """Store the outcome, unless one is stored; then append the operation's end to the decision
         log.
 
-        Args: done: the outcome that is stored already, where the operation ran again. `ran` is
-              dirty then if the operation came to another outcome.
+        Args: done: the stored outcome if the operation ran again. `ran` becomes dirty if the two
+                 outcomes
+              differ.
         """
         completion = ran.completion
         if done is None:
@@ -121,7 +123,8 @@ class Outcomes:
         if done is not None:
             await self._compare(permit, done, completion)
             if completion.outcome is not done.outcome and permit.kind in MUTATING_KINDS:
-                # The stored outcome stands, but it is not what this incarnation did.
+                # The stored outcome is authoritative, but this incarnation's state does not match
+                # it.
                 ran.is_dirty = True
             if not ran.is_dirty:
                 completion = done
@@ -134,7 +137,7 @@ class Outcomes:
         await self.finished(permit, completion, parent, ran)
 
     def _record_sub_stages(self, ran: Ran, parent: Context, attributes: dict[str, Any]) -> None:
-        """Record a span for each sub-stage of the leader's replica, where there are several."""
+        """Record a span for each sub-stage of the leader's replica if it has several."""
         stages = cut_runs([run for run in ran.steps if run.replica == 0])
         start_s = ran.started_unix_s
         for stage in stages if len(stages) > 1 else ():
@@ -147,10 +150,10 @@ class Outcomes:
     async def _store(
         self, permit: Permit, completion: Completion, payload: Stored | None, parent: Context
     ) -> tuple[Completion, Completion | None]:
-        """Store an outcome; one that is too large for a message is stored as a failure.
+        """Store an outcome. An outcome too large for a message is stored as a failure.
 
-        Returns: this rank's outcome; and the outcome that another rank had stored before, which
-                 counts then.
+        Returns: this rank's outcome, and the authoritative outcome if another rank had stored one
+                 before.
         """
         content_type = content_type_for(payload)
         if content_type == JSON and completion.result is not None:
@@ -171,7 +174,7 @@ class Outcomes:
         except AlreadyStored:
             (stored,) = await get_all(self.bus, streams.DONE, [subject], must_exist=True)
             first = decoded(stored)
-            # Our own, where only the acknowledgement was lost.
+            # An equal outcome is this rank's, whose acknowledgement was lost.
             return completion, None if first == completion else first
         return completion, None
 
@@ -188,7 +191,7 @@ class Outcomes:
     ) -> None:
         """Append to the decision log that an operation has ended.
 
-        Args: ran: None: the operation ran under an earlier permit.
+        Args: ran: None if the operation ran under an earlier permit.
         """
         finished = OperationFinished(
             key=permit.operation,
@@ -244,9 +247,9 @@ class Outcomes:
 async def get_all(
     bus: Bus, stream: str, subjects: list[str], *, must_exist: bool = False
 ) -> list[Stored | None]:
-    """The messages stored under these subjects, in their order; None where a subject has none.
+    """The messages stored under these subjects, in order; None for a subject without one.
 
-    Args: must_exist: as of `Bus.stored.get_all`.
+    Args: must_exist: as in `Bus.stored.get_all`.
     """
     read = partial(bus.stored.get_all, stream, subjects, must_exist=must_exist)
     stored = await until_done(read, f"read {stream}")
@@ -254,7 +257,7 @@ async def get_all(
 
 
 def content_type_for(payload: Stored | None) -> str:
-    """The content type of an operation's outcome: the one in which the operation came."""
+    """The content type of an operation's outcome, which is that of its payload."""
     return content_type_of(payload.headers if payload else {CONTENT_TYPE: MSGPACK})
 
 

@@ -1,9 +1,9 @@
-"""A process of ranks: one rank, or several of a tenant that train or sample adapters on one base.
+"""A process with one rank, or with several ranks of a tenant that use adapters on one base model.
 
-A process of one rank exits with it. One of several is told by the agent which ranks to host; each
-has an agent's and a state manager's connection, a heap and a device thread of its own, so it starts
-and ends by itself. Both exit at once when they lose their agent, because nobody could fence their
-ranks any more.
+A process with one rank exits with it. A shared process receives the ranks to host from the agent.
+Each hosted rank has its own connections to the agent and the state manager, its own heap and device
+thread, and starts and ends independently. Both kinds exit immediately when they lose their agent,
+because their ranks could no longer be fenced.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ from phaseloom.worker.rank.wire import (
 log = logging.getLogger(__name__)
 
 _SWITCH_INTERVAL_S = 0.0005
-"""Seconds for which the backend's Python code may keep the interpreter from the event loop."""
+"""Seconds before a thread running the backend's Python code must yield to the event loop."""
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _KEPT_BYTES = 64 * 2**20
-"""The bytes that tensors have freed and that a process of one rank keeps for the next ones, in each
-thread that computes."""
+"""Freed tensor bytes that a process of one rank keeps for later allocations, per computing
+thread."""
 _LARGEST_KEPT_BYTES = 32 * 2**20
-"""Larger tensors are given back to the system, each as it is freed; malloc allows no more."""
+"""Larger tensors go back to the system when they are freed. This is the maximum that malloc
+allows."""
 
 
 def main(config_json: str) -> None:
-    """Entry point of the process; returns only by exiting."""
+    """Run the process. Never returns: the process exits."""
     settings: RankConfig | HostConfig = msgspec.json.decode(
         config_json, type=RankConfig | HostConfig
     )
@@ -55,7 +56,8 @@ def main(config_json: str) -> None:
     lifecycle.start_logging(f"worker:{name}")
     flush = telemetry.setup("worker", config.load(telemetry.TelemetryConfig, "telemetry"))
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    if isinstance(settings, RankConfig):  # in a process of several, each thread would keep as much
+    # in a shared process, each rank's threads would keep this much
+    if isinstance(settings, RankConfig):
         keep_freed_memory()
 
     async def run_and_exit() -> None:
@@ -67,29 +69,30 @@ def main(config_json: str) -> None:
                 await Host(settings, surroundings).run()
         finally:
             flush()
-            # Nothing may keep a rank whose agent is gone: not the device thread, which may be in a
-            # long call, nor the bus connection, whose reconnecting can outlast a cancellation.
+            # A rank without its agent must not linger. Exit without waiting for the device thread,
+            # which may be in a long call, or the bus connection, whose reconnecting can outlast a
+            # cancellation.
             os._exit(0)
 
     uvloop.run(run_and_exit())
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep for one pass of a model what the last one has freed.
+    """Make malloc keep the memory freed by one pass of a model for the next.
 
-    By itself it gives much of that back to the system and asks for it again, how much depends on
-    the order of the calls: the page faults took up to a tenth of an operation on a CPU.
+    By default it returns much of that memory to the system, depending on the order of calls, and
+    requests it again. The page faults took up to a tenth of an operation on a CPU.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-        # Without this a thread gives back its last 64 MiB as soon as all of them are free.
+        # Otherwise a thread returns its last 64 MiB as soon as all of them are free.
         mallopt(_M_TOP_PAD, _KEPT_BYTES)
 
 
 class Host:
-    """A process that several ranks share."""
+    """A process shared by several ranks."""
 
     def __init__(self, settings: HostConfig, surroundings: Surroundings) -> None:
         self._settings = settings
@@ -132,5 +135,5 @@ class Host:
             log.warning("%s ends: %r", settings.deployment, error, exc_info=not is_known)
         await rank.end()
         del rank, running
-        # Its mappings go with the last reference.
+        # Drop the last references to the rank's mappings.
         gc.collect()

@@ -1,5 +1,4 @@
-"""The operations that move state: the parts of the leader, its ranks and the state managers in
-each."""
+"""The operations that move state, and what the leader, its ranks and the state managers each do."""
 
 from __future__ import annotations
 
@@ -68,8 +67,8 @@ class StateOperations:
     _synced: SyncWeightsResult | None = None
     """The result of the last `sync_weights`."""
     _fallback: str = ""
-    """This deployment's checkpoint in the job's last but one checkpoint: a controller that attached
-    just before the last one may still load it."""
+    """This deployment's checkpoint in the job's last but one checkpoint. A controller that attached
+    just before the last save may still load it."""
 
     def __post_init__(self) -> None:
         self.weights = RankWeights(self.settings, self.state.versions, self.executor)
@@ -77,7 +76,7 @@ class StateOperations:
     async def publish(self, call: Call) -> PublishWeightsResult:
         """Run a `publish_weights`.
 
-        Raises: Refused: the weights were read only. Broken: only some of the ranks know of it.
+        Raises: Refused: nothing was published. Broken: only some of the ranks have published.
         """
         seq = call.key.seq
         assert seq is not None
@@ -91,7 +90,7 @@ class StateOperations:
     async def _write_version(self, call: Call, version: VersionKey) -> VersionCopy:
         """Write this deployment's weights as a version.
 
-        Raises: PhaseloomError: nothing was written. Broken: only some of the ranks know of it.
+        Raises: PhaseloomError: nothing was written. Broken: only some of the ranks have written.
         """
         weights = self.weights
         if self.ranks.is_alone:
@@ -112,16 +111,16 @@ class StateOperations:
         return VersionCopy(mine.digest, mine.num_bytes, is_new=True)
 
     async def _prepared(self, own: Awaitable[T], call: Call) -> tuple[T, list[ShareResult]]:
-        """The results of the first call, in which all ranks prepare and nothing changes.
+        """Run the first call, in which all ranks prepare and nothing changes; return their results.
 
-        Raises: PhaseloomError: one of them could not prepare. Broken.
+        Raises: PhaseloomError: a rank could not prepare. Broken.
         """
         return await self._answered(own, replace(share_of(call), prepares=True))
 
     async def _on_all_nodes(self, own: Awaitable[None], call: Call) -> None:
-        """Have each node's state manager do something for its ranks.
+        """Have each node's state manager act for the ranks of its node.
 
-        Raises: PhaseloomError: one of them could not. Broken.
+        Raises: PhaseloomError: one of them failed. Broken.
         """
         if self.settings.is_over_nodes:
             await self._prepared(own, call)
@@ -129,7 +128,7 @@ class StateOperations:
             await own
 
     async def _answered(self, own: Awaitable[T], share: RunShare) -> tuple[T, list[ShareResult]]:
-        """The results of a call in which a rank may fail without harm to the others.
+        """Run a call in which a rank may fail without harming the others; return their results.
 
         Raises: PhaseloomError: one of them failed. Broken.
         """
@@ -145,7 +144,7 @@ class StateOperations:
     async def sync(self, call: Call, args: SyncWeights) -> SyncWeightsResult:
         """Run a `sync_weights`.
 
-        Raises: NotNow, Refused: nothing was written. Anything else: it failed half-way.
+        Raises: NotNow, Refused: nothing was written. Any other error: it failed half-way.
         """
         own = self.settings.deployment
         version = VersionKey(DeploymentKey(own.tenant, own.job, args.policy), args.version)
@@ -155,7 +154,7 @@ class StateOperations:
         except PhaseloomError as error:
             raise not_had(error.info) from error
         assert call.key.seq is not None
-        # The weights are replaced now: where this fails, the incarnation is not what it was either.
+        # The weights are replaced now, so an error from here on invalidates the incarnation.
         if fetched.is_whole:
             await self.state.versions.hold(version, call.key.seq)
         before, self._synced = self._synced, SyncWeightsResult(args.version, fetched.digest)
@@ -165,9 +164,9 @@ class StateOperations:
         return self._synced
 
     async def _read_version(self, call: Call, version: VersionKey) -> FetchedVersion:
-        """Fetch a version and replace all ranks' weights by it.
+        """Fetch a version and replace all ranks' weights with it.
 
-        Raises: PhaseloomError: nothing was written. Anything else: it failed half-way.
+        Raises: PhaseloomError: nothing was written. Any other error: it failed half-way.
         """
         weights, permit = self.weights, call.permit
         if self.ranks.is_alone:
@@ -179,12 +178,11 @@ class StateOperations:
     async def save(
         self, call: Call, args: SaveState, free_devices: Callable[[], Awaitable[None]]
     ) -> SaveStateResult:
-        """Run a `save_state`: the state is copied while the devices wait, and written while they go
-        on.
+        """Run a `save_state`: copy the state while the devices wait, then write it while they
+        continue.
 
-        Where a WPG is on several nodes, each node's state manager copies its part, and the one of
-        rank 0's node makes one checkpoint of all.
-
+        If a WPG spans several nodes, each node's state manager copies its part, and rank 0's state
+        manager combines them into one checkpoint.
         Args:   free_devices: called between the copy and the writing.
         Raises: Refused: the state was read only. GroupLost: this incarnation is ending.
         """
@@ -215,7 +213,7 @@ class StateOperations:
             )
         except PhaseloomError as error:
             if error.info.code is Code.ABORTED:
-                # The agent is gone, so the snapshot is too, and soon this rank.
+                # The agent is gone, and with it the snapshot; this rank will end soon.
                 raise GroupLost from error
             raise Refused(error.info) from error
         own = self.settings.deployment
@@ -228,7 +226,8 @@ class StateOperations:
         """Check that a checkpoint may be replaced.
 
         Raises: CallerError: FAILED_PRECONDITION: the job may fall back to it, and to the blob that
-                its controller saved with it.
+                 its
+                controller saved with it.
         """
         last = await self._last_checkpoint()
         is_own = last is not None and (last.deployment, str(last.seq)) == (key.deployment, key.slot)
@@ -236,8 +235,7 @@ class StateOperations:
             raise needed_error(name)
 
     async def prune(self, args: SaveState) -> None:
-        """Remove checkpoints that are not needed any more, once nobody can believe that they
-        are."""
+        """Remove old checkpoints that the job no longer needs. Failures are only logged."""
         try:
             needed = {args.name, *await self._needed()}
             await self.state.prune_checkpoints(args.keep, sorted(needed))
@@ -263,13 +261,12 @@ class StateOperations:
         return needed
 
     async def _last_checkpoint(self) -> Checkpoint | None:
-        """The job's last checkpoint; None: it has none."""
         return await last_checkpoint(self.bus, self.settings.deployment.job_key)
 
     async def load(self, call: Call, args: LoadState) -> LoadStateResult:
         """Run a `load_state`.
 
-        Raises: Refused: nothing was changed. Anything else: it failed half-way.
+        Raises: Refused: nothing was changed. Any other error: it failed half-way.
         """
         try:
             expected = await self.state.read_checkpoint(
@@ -277,7 +274,7 @@ class StateOperations:
             )
         except PhaseloomError as error:
             raise Refused(error.info) from error
-        # The state is replaced here already: where another node fails, nobody has the old one.
+        # This node's state is already replaced, so a failure on another node cannot be undone.
         await self._on_all_nodes(asyncio.sleep(0), call)
         loaded, _ = await self.ranks.everywhere(lambda: self.executor.compute(args), share_of(call))
         assert isinstance(loaded, LoadStateResult)
@@ -290,7 +287,7 @@ class StateOperations:
         return loaded
 
     async def _put_checkpoint(self, permit: Permit, args: SaveState) -> dict[str, str]:
-        """Make the checkpoint the job's last one, before DONE says that it is."""
+        """Record the checkpoint as the job's last one, before DONE reports it."""
         key = permit.operation
         checkpoints = {**args.checkpoints, key.deployment: args.name}
         checkpoint = Checkpoint(key.deployment, key.seq or 0, checkpoints, args.controller_blob)
@@ -305,8 +302,8 @@ class StateOperations:
 
 
 def _companions(model: ModelSpec) -> ModelDirectory | None:
-    """The files of a registered model that its checkpoints have, too, such as tokenizer and
-    generation config; None: there are none."""
+    """The companion files that a registered model's checkpoints include, such as tokenizer and
+    generation config; None: the model is not a registered one."""
     if model.pinned is None:
         return None
     files = [file for file in model.pinned.files if is_companion(file.name)]

@@ -1,10 +1,10 @@
 """The long tail of `generate` operations over several replicas (WEAVE §4.3).
 
-When every replica has no more than the tail of its samples left, they all stop, and some of them go
-on with the rest of all: with prompts that continue the tokens drawn so far, token for token. Keys
-and values are computed anew, so the last bits of log-probabilities may differ from those of a call
-that was not interrupted. The other replicas have nothing to do, and their devices can be used. This
-module counts on each side and puts the results together; pure.
+When every replica has only the tail of its samples left, all replicas stop, and a few of them
+finish all remaining samples. Their prompts continue the tokens generated so far, token for token.
+Keys and values are computed again, so the last bits of log-probabilities may differ from those of
+an uninterrupted call. The other replicas are idle then, and their devices become available. This
+module counts open samples on both sides and assembles the results. Pure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phaseloom.common.contract.operations import DrawnTokens, Generate, Generate
 
 
 class Tail:
-    """Reports once when no more than the tail of this rank's share is left."""
+    """Reports once when only the tail of this rank's share remains."""
 
     def __init__(
         self, requests: Sequence[Generate], tail_share: float, tell: Callable[[], None]
@@ -35,7 +35,7 @@ class Tail:
         self._look()
 
     def still_open(self, i: int, num_samples: int) -> None:
-        """Note the number of a request's samples that have not ended."""
+        """Record how many samples of a request have not ended."""
         self._open[i] = num_samples
         self._look()
 
@@ -47,7 +47,7 @@ class Tail:
 
 @dataclass(slots=True)
 class Reached:
-    """The ranks of a running call that have only their tails left, as its leader knows."""
+    """The ranks of a running call that have reported that only their tail remains."""
 
     operation: OperationKey
     """The first operation of the call."""
@@ -67,16 +67,16 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """The rest of one `generate`, and its samples so far."""
+    """The remaining samples of one `generate`, and its results so far."""
 
     args: Generate
-    """A request for one sample of each prompt, which continues an open sample."""
+    """A request for one sample of each prompt; each prompt continues an open sample."""
     had: GenerateResult
     places: list[tuple[int, int]]
     """The (prompt, sample) of each open sample."""
 
     def completed(self, rest: GenerateResult) -> GenerateResult:
-        """The whole result, once the rest's own result is there."""
+        """Combine the earlier results with those of the remaining samples."""
         sequences = [[*group] for group in self.had.sequences]
         for (prompt, sample), (sequence,) in zip(self.places, rest.sequences, strict=True):
             sequences[prompt][sample] = extended(sequences[prompt][sample], sequence)
@@ -84,14 +84,14 @@ class Rest:
         return replace(self.had, sequences=sequences, metrics=metrics)
 
     def placed(self, drawn: DrawnTokens) -> DrawnTokens:
-        """Tokens that were drawn for `args`, with their places in the whole operation."""
+        """Translate tokens drawn for `args` to their positions in the whole operation."""
         prompt, sample = self.places[drawn.prompt]
         had = length(self.had.sequences[prompt][sample].tokens)
         return replace(drawn, prompt=prompt, sample=sample, offset=had + drawn.offset)
 
 
 def rest_of(args: Generate, had: GenerateResult) -> Rest | None:
-    """The rest of a `generate` that was stopped; None: nothing is left."""
+    """The remaining samples of a stopped `generate`; None: none remain."""
     places = [
         (prompt, sample)
         for prompt, group in enumerate(had.sequences)

@@ -1,7 +1,7 @@
 """The watches of running `generate` calls.
 
-A backend asks its watch what joins, what is cancelled and who wants tokens, and tells it of each
-step and each end.
+A backend polls its watch for joining requests, cancellations and streaming, and reports each step
+and each completed request to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TellDrawn = Callable[[OperationKey, list[DrawnTokens]], None]
 
 
 class ShareWatch:
-    """`Watch` of a rank's share of operations that run on several ranks; nothing joins them."""
+    """`Watch` of a rank's share of operations that run on several ranks. No request can join."""
 
     def __init__(
         self, cancelled: Cancelled, operations: list[OperationKey], tell_drawn: TellDrawn
@@ -37,19 +37,20 @@ class ShareWatch:
         self.records = [StepRecord() for _ in operations]
         """The steps of each request."""
         self._live = {*range(len(operations))}
-        """The places of the requests that have not ended."""
+        """The indices of the requests that have not ended."""
         self.first_prompts: list[int] = []
-        """The place in its operation of the first prompt of each request; empty: 0."""
+        """The index, in its operation, of the first prompt of each request; empty: 0 for all."""
         self.versions: list[Version | None] = []
         """The weights that each request names; empty: none names any."""
         self.tail: Tail | None = None
-        """Reports when only the tail of this share is left; None: nobody wants to know."""
+        """Reports when only the tail of this share remains; None: no report is needed."""
         self._cancelled = cancelled
         self._operations = operations
         self._is_stopped = False
         self._tell_drawn = tell_drawn
         self._due_s: dict[int, float] = {}
-        """When the new tokens of a request are reported next, on the monotonic clock."""
+        """Request → the earliest time, on the monotonic clock, of the next report of its new
+        tokens."""
 
     @property
     def first(self) -> OperationKey:
@@ -64,8 +65,10 @@ class ShareWatch:
 
     @property
     def call_wide(self) -> Version | None:
-        """The weights that the first request names; all name the same where the backend reads with
-        one version at a time."""
+        """The weights that the first request names.
+
+        If the backend reads with one version at a time, all requests name the same weights.
+        """
         return self.versions[0] if self.versions else None
 
     def adapter(self, i: int) -> AdapterVersion | None:
@@ -79,7 +82,7 @@ class ShareWatch:
         return self._is_stopped or self._cancelled.keeps_partial(self._operations[i])
 
     def progress(self, i: int, num_done: int, num_total: int) -> None:
-        """Do nothing: the leader reports the progress of its own share."""
+        """Ignore: only the leader reports progress, of its own share."""
 
     def stepped(self, tokens: int) -> None:
         for i in self._live:
@@ -126,7 +129,7 @@ class LeaderWatch(ShareWatch):
 
 
 class CallsWatch(LeaderWatch):
-    """`Watch` of whole operations on one replica: others join them, each ends when it is done."""
+    """`Watch` of whole operations on one replica. Others may join; each ends when it is done."""
 
     def __init__(
         self,
@@ -140,7 +143,7 @@ class CallsWatch(LeaderWatch):
         self._end = end
 
     def take(self, calls: Iterable[Call]) -> None:
-        """Watch these too."""
+        """Add calls to the running batch."""
         for call in calls:
             self._live.add(len(self.calls))
             self.calls.append(call)

@@ -1,8 +1,8 @@
 """A rank's part in publishing a weights version and in syncing one.
 
-Ranks that hold different rows each write a *part*, and the leader makes a manifest of the parts.
-Ranks that hold the same weights write one whole version for each node. A sync fetches and verifies
-what all ranks of a node need before the first rank's weights are touched.
+Ranks that hold different rows each write a *part*, and the leader lists the parts in a manifest.
+Ranks that hold the same weights write one whole version per node. A sync fetches and verifies the
+bytes for all ranks of a node before it changes the weights of the first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from phaseloom.worker.state.layouts import packed, paired
 from phaseloom.worker.state.versions import Opened, RankVersions
 
 _PARTS_AT_ONCE = 4
-"""The number of parts fetched at a time; each comes over several streams."""
+"""Parts fetched concurrently. Each uses several streams."""
 
 T = TypeVar("T")
 Asked = Permit | PrefetchWeights
@@ -67,7 +67,7 @@ class _Plan:
 
     @classmethod
     def of(cls, manifest: VersionParts, reader: Reader) -> _Plan:
-        """The plan for a manifest and a reader. Raises: CallerError: the manifest is of another
+        """Plan reading a version in parts. Raises: CallerError: the manifest is of another
         model."""
         needed = needs(manifest, reader)
         tables = {each.part: each.table for each in manifest.parts}
@@ -80,15 +80,16 @@ class _Plan:
 
 @dataclass
 class PartsReader:
-    """Reads versions in parts, for a rank that needs the same slices of all of them."""
+    """Reads versions in parts for a rank that needs the same slices of every version."""
 
     versions: RankVersions
     model: str
     """The digest of the layout that a version would have if written whole."""
     reader: Reader
     _planned: dict[tuple[bytes, ...], _Plan] = field(default_factory=dict)
-    """The plan for the last version, by the tables of its parts, which are the same for every
-    version of one policy."""
+    """The plan for the last version, keyed by its parts' tables, which are equal for all versions
+    of
+    a policy."""
 
     async def fetch(self, version: VersionKey, opened: Opened, asked: Asked) -> FetchedVersion:
         """Fetch the bytes of a version that the rank needs. Args: opened: the version's
@@ -99,7 +100,8 @@ class PartsReader:
         plan = self._plan(manifest)
         known = {part.part: part for part in manifest.parts}
         sources = {each.part: each.endpoints for each in opened.described.sources}
-        # Who else has the parts that are here is not known: should one be bad, all are asked.
+        # The location of copies of local parts is unknown. If a local part is corrupt, all sources
+        # are tried.
 
         async def fetch_part(part: str, runs: Runs) -> tuple[memoryview, Runs]:
             endpoints = sources.get(part, asked.sources)
@@ -123,8 +125,8 @@ class PartsReader:
     async def _part(
         self, version: VersionKey, part: VersionPart, sources: list[str], asked: Asked
     ) -> Opened:
-        """Open a part, and check that it is the one of the manifest. Raises: PhaseloomError: it is
-        not."""
+        """Open a part and check it against the manifest. Raises: PhaseloomError: it does not
+        match."""
         key = part_of(version, part.part)
         ticket, is_ahead = asked.ticket, _is_ahead(asked)
         opened = await self.versions.open(
@@ -142,7 +144,7 @@ class RankWeights:
     versions: RankVersions
     executor: Executor
     _whole_runs: dict[bytes, Runs] = field(default_factory=dict)
-    """The bytes to copy out of the last version that was written whole, by its table."""
+    """The bytes to copy out of the last version that was written whole, keyed by its table."""
 
     # --- publishing ------------------------------------------------------------------------------
 
@@ -166,7 +168,7 @@ class RankWeights:
         return VersionPart(part, copy.num_bytes, copy.digest, self._table)
 
     def manifest(self, written: Iterable[VersionPart | None]) -> VersionParts:
-        """The manifest of the parts that all ranks have written."""
+        """Build the manifest from the parts that all ranks have written."""
         parts = {part.part: part for part in written if part is not None}
         names = [part_name(number, len(self._parts)) for number in range(len(self._parts))]
         return VersionParts(self._model, [parts[name] for name in names])
@@ -194,7 +196,7 @@ class RankWeights:
     # --- syncing ---------------------------------------------------------------------------------
 
     async def load(self, version: VersionKey, permit: Permit) -> FetchedVersion:
-        """Fetch a version and replace the weights by it, where this rank is alone.
+        """Fetch a version and replace the weights with it, in a WPG of one rank.
 
         Raises: PhaseloomError: nothing has changed.
         """
@@ -213,16 +215,16 @@ class RankWeights:
         return FetchedVersion(version, opened.described.digest, [], is_whole=True)
 
     async def prefetch(self, asked: PrefetchWeights) -> None:
-        """Have the bytes that this rank needs of a version fetched; a sync verifies them again.
+        """Fetch the bytes that this rank needs of a version. A sync verifies them again.
 
-        Raises: PhaseloomError: they cannot be had.
+        Raises: PhaseloomError: they are unavailable.
         """
         await self.fetch(asked.ticket.version, asked)
 
     async def fetch(self, version: VersionKey, asked: Asked) -> FetchedVersion:
-        """Fetch the bytes of a version that this rank needs, to be copied later.
+        """Fetch the bytes of a version that this rank needs, for copying later.
 
-        Raises: PhaseloomError: they cannot be had.
+        Raises: PhaseloomError: they are unavailable.
         """
         sources, is_ahead = asked.sources, _is_ahead(asked)
         opened = await self.versions.open(
@@ -245,8 +247,7 @@ class RankWeights:
         return self._whole_runs[table.packed]
 
     async def take(self, fetched: FetchedVersion) -> None:
-        """Replace this rank's weights. Raises: an error after which they may be neither the old nor
-        the new."""
+        """Replace this rank's weights. Raises: an error that leaves the weights partly replaced."""
         await self.versions.scatter(fetched.pieces)
 
     @cached_property
@@ -265,7 +266,7 @@ def _is_ahead(asked: Asked) -> bool:
 
 
 async def or_failed(work: Awaitable[T]) -> T | Failed:
-    """The result of `work`; where it was refused, the refusal."""
+    """Return the result of `work`, or its refusal as a message."""
     try:
         return await work
     except PhaseloomError as error:
@@ -273,8 +274,10 @@ async def or_failed(work: Awaitable[T]) -> T | Failed:
 
 
 async def _some_at_once(works: Sequence[Awaitable[T]]) -> list[T]:
-    """The results of all works, a few at a time. Raises: the first failure, after all have
-    ended."""
+    """Run all works, a few at a time, and return their results.
+
+    Raises: the first failure, after all have ended.
+    """
     limit = asyncio.Semaphore(_PARTS_AT_ONCE)
 
     async def one(work: Awaitable[T]) -> T:

@@ -1,7 +1,7 @@
 """The node-local protocol between an agent and its ranks, over the agent's Unix socket.
 
-Only the leader (rank 0) is given permits. It sends the other ranks their part of a call through the
-agent, which knows which of them are alive, and asks the agents of other nodes.
+Only the leader (rank 0) receives permits. It sends the other ranks their part of a call through the
+agent, which knows which of them are alive and reaches other nodes through their agents.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phaseloom.common.contract.state_rank import Done, Failed
 
 
 class RankConfig(Message, frozen=True):
-    """The parameters of a rank, which has a process of its own or is hosted by one (`HostRank`)."""
+    """The parameters of a rank, which has its own process or shares one (`HostRank`)."""
 
     token: str
     """The secret of this spawn, bound to this rank of this deployment and incarnation."""
@@ -35,22 +35,21 @@ class RankConfig(Message, frozen=True):
     rank: int = 0
     num_ranks: int = 1
     nodes: list[NodeId] = msgspec.field(default_factory=list)
-    """The nodes of the WPG, by rank, with as many ranks on each; empty: all ranks are on this
-    node."""
+    """The nodes of the WPG, in rank order, with equally many ranks on each; empty: all ranks are on
+    this node."""
     store_path: str = ""
-    """The file where the ranks of this incarnation find each other; empty: there is one rank, or
-    the ranks are on several nodes and meet by `MeetRanks`."""
+    """The file through which the ranks of this incarnation find each other; empty: there is one
+    rank, or the ranks are on several nodes and meet by `MeetRanks`."""
     interface: str = ""
-    """The network interface for the ranks' own traffic; empty: the backend chooses."""
+    """The network interface for traffic between ranks; empty: the backend chooses."""
     checkpoint: str = ""
-    """The checkpoint to start from, where no seal is restored; empty: start from the spec's
-    seeds."""
+    """The checkpoint to start from if no seal is restored; empty: start from the spec's seeds."""
     applied: int = 0
     """The seq of the last mutating operation in the checkpoint or the fresh state."""
     num_units: int = 1
-    """The compute units of its device: the cores of an emulated one."""
+    """The compute units of the rank's device: the cores of an emulated one."""
     device_bytes: int = 0
-    """The budget of its device for managed state; 0: the state manager alone knows it."""
+    """The device's budget for managed state in bytes; 0: only the state manager knows it."""
 
     @property
     def is_over_nodes(self) -> bool:
@@ -62,8 +61,8 @@ class RankConfig(Message, frozen=True):
 
     @property
     def is_first_here(self) -> bool:
-        """Whether the rank is the first of its node, which speaks for the node's ranks with the
-        state manager."""
+        """Whether this is the node's first rank, which speaks to the state manager for all of
+        them."""
         return self.rank % self.ranks_per_node == 0
 
     @property
@@ -86,32 +85,34 @@ class HostConfig(Message, frozen=True):
 
 
 class HostUp(Message, frozen=True):
-    """A process of several ranks → agent, its first call. Answer: Done."""
+    """Shared process → agent, its first call. Answer: Done."""
 
     token: str
 
 
 class HostRank(Message, frozen=True):
-    """agent → a process of several ranks: host a rank, which connects as any other does.
+    """Agent → shared process: host a rank, which connects like any other rank.
 
-    Answer: Done, once the rank has ended, for whatever reason, and nothing of it is left.
+    Answer: Done, once the rank has ended for any reason and all of its resources are free.
     """
 
     config: RankConfig
 
 
 class EndRank(Message, frozen=True):
-    """agent → a process of several ranks: end a rank. Harmless where it has ended. Answer: Done,
-    when the rank speaks with nobody any more; the answer to its `HostRank` tells its end."""
+    """Agent → shared process: end a rank. Harmless if it has ended.
+
+    Answer: Done, when the rank has closed its connections. The answer to its `HostRank` reports the
+    end.
+    """
 
     token: str
 
 
 class MeetRanks(Message, frozen=True):
-    """rank → agent, before `RankUp`, where its WPG is on several nodes.
+    """Rank → agent, before `RankUp`, if its WPG spans several nodes.
 
-    Answer: MeetAt; for rank 0 also the socket that listens there.
-    Raises: the incarnation is over.
+    Answer: MeetAt; for rank 0 with the listening socket. Raises: the incarnation is over.
     """
 
     token: str
@@ -123,7 +124,7 @@ class MeetAt(Message, frozen=True):
 
 
 class RankUp(Message, frozen=True):
-    """rank → agent, its first call: the rank's state is in host memory. Answer: Done."""
+    """Rank → agent, its first call: the rank's state is in host memory. Answer: Done."""
 
     token: str
     state_bytes: int
@@ -131,14 +132,14 @@ class RankUp(Message, frozen=True):
 
 
 class RankFailed(Message, frozen=True):
-    """rank → agent, instead of RankUp: the rank will exit. Answer: Done."""
+    """Rank → agent, instead of RankUp: the rank will exit. Answer: Done."""
 
     token: str
     error: ErrorInfo
 
 
 class RunPermits(Message, frozen=True):
-    """agent → leader: run one permit, or several of reading operations.
+    """Agent → leader: run one permit, or several of reading operations.
 
     Answer: Done, once every outcome is stored and in the decision log.
     """
@@ -149,16 +150,18 @@ class RunPermits(Message, frozen=True):
 
 
 class DevicesFreed(Message, frozen=True):
-    """leader → agent: each permit of one `RunPermits` has ended, or needs no devices and no state
-    any more. Others may go on before it is answered. Answer: Done."""
+    """Leader → agent: no permit of one `RunPermits` needs devices or state any longer.
+
+    Other operations may start before this is answered. Answer: Done.
+    """
 
     first: CommandId
     """The id of the first permit of the `RunPermits`."""
 
 
 class CancelRun(Message, frozen=True):
-    """agent → every rank: stop a reading operation, whose permit may be yet to come.
-    Answer: Done."""
+    """Agent → every rank: stop a reading operation, possibly before its permit arrives. Answer:
+    Done."""
 
     operation: OperationKey
     keeps_partial: bool = False
@@ -166,27 +169,32 @@ class CancelRun(Message, frozen=True):
 
 
 class AdjustShare(Message, frozen=True):
-    """agent → leader: use these compute units of its device from the next boundary on.
-    Answer: Done, once it does."""
+    """Agent → leader: use these compute units of its device from the next boundary on.
+
+    Answer: Done, once it does.
+    """
 
     units: list[int]
     command: CommandId
-    """The command that sets the units; a command that is older than the newest has no effect."""
+    """The command that sets the units. A command older than the newest has no effect."""
 
 
 class PrefetchWeights(Message, frozen=True):
-    """agent → every rank: have what the rank needs of a weights version fetched to host memory; a
-    `sync_weights` will ask for it. Answer: Done, once it is there."""
+    """Agent → every rank: fetch the bytes that a coming `sync_weights` will need to host memory.
+
+    Answer: Done, once they are there.
+    """
 
     sources: list[str]
     """Endpoints of the state managers that have the version."""
     ticket: Ticket
     id: CommandId
-    """The command that asks for it: the ranks of a node share one fetch and one verification."""
+    """The command that requests it. The ranks of a node share one fetch and verification per
+    command."""
 
 
 class Payload(msgspec.Struct, frozen=True):
-    """An operation, in the bytes in which its controller sent it."""
+    """An operation, in the bytes that its controller sent."""
 
     operation: OperationKey
     payload: bytes
@@ -194,10 +202,10 @@ class Payload(msgspec.Struct, frozen=True):
 
 
 class RunShare(Message, frozen=True):
-    """leader → agent → every other rank: take part in one call of the leader's backend.
+    """Leader → agent → every other rank: take part in one call of the leader's backend.
 
-    From the leader the answer is SharesDone, from a rank ShareDone. The leader sends the next share
-    when this one is answered, so that all ranks do the same in the same order.
+    The leader receives SharesDone, the agent ShareDone from each rank. The leader sends the next
+    share after this answer, so that all ranks do the same work in the same order.
     """
 
     operations: list[Payload]
@@ -208,30 +216,31 @@ class RunShare(Message, frozen=True):
     zero_gradients: bool = False
     """Whether to drop the gradients instead of running an `optim_step` that is refused."""
     prepares: bool = False
-    """Whether this is the first of two calls, which changes nothing: a `publish_weights` writes
-    this rank's part, a `sync_weights` fetches and verifies what it needs, a `generate` or `forward`
-    reads the weights that it names. The second call follows if all ranks could."""
+    """Whether this is the first of two calls. It changes nothing: a `publish_weights` writes this
+    rank's part, a `sync_weights` fetches and verifies its bytes, and a `generate` or `forward`
+    reads the weights that it names. The second call follows if all ranks succeed."""
     gives_up: bool = False
-    """Whether another rank could not read the weights that this one has prepared: nobody needs them
-    any more."""
+    """Whether to drop weights prepared by the first call, because another rank could not read
+    them."""
     manifest: VersionParts | None = None
-    """The manifest, in the second call of a `publish_weights` in parts: all parts are committed."""
+    """The manifest, in the second call of a `publish_weights` in parts. All parts are committed."""
     replicas: tuple[int, ...] = ()
-    """The ranks of this call, one for each replica, over which its `generate`s are cut; empty: all
+    """The participating ranks, one per replica, over which the `generate`s are split; empty: all
     ranks."""
     tail_share: float = 0.0
-    """The share of its samples at which each rank sends a `TailReached`; 0: it sends none."""
+    """The fraction of open samples at which each rank sends a `TailReached`; 0: it sends none."""
     naming: tuple[Permit | None, ...] = ()
-    """The permits of the operations that name weights versions, in their places; empty: none names
-    any."""
+    """The permits of the operations that name weights versions, in order; empty: none names any."""
     weights: tuple[str, ...] = ()
-    """The weights that the leader has read for each operation that names some, in their places;
-    another rank takes part with the same ones only. Empty: none names any."""
+    """The weights that the leader has read for each operation, in order. Other ranks must read the
+    same ones. Empty: no operation names any."""
 
 
 class TailReached(Message, frozen=True):
-    """rank → agent → leader: only the long tail of this rank's share of a `generate` is left.
-    Answer: Done."""
+    """Rank → agent → leader: only the long tail of this rank's share of a `generate` remains.
+
+    Answer: Done.
+    """
 
     operation: OperationKey
     """The first operation of the share."""
@@ -239,17 +248,22 @@ class TailReached(Message, frozen=True):
 
 
 class TokensDrawn(Message, frozen=True):
-    """rank → agent → leader, on the leader's node: new tokens of this rank's share of a `generate`.
-    Answer: Done."""
+    """Rank → agent → leader, on the leader's node: new tokens of this rank's share of a `generate`.
+
+    Answer: Done.
+    """
 
     operation: OperationKey
     drawn: list[DrawnTokens]
-    """The tokens, by the places of the prompts in the operation that the share was cut from."""
+    """The tokens, indexed by the prompts of the whole operation."""
 
 
 class StopShare(Message, frozen=True):
-    """leader → agent → every other rank: end a running share of `generate` with the tokens that it
-    has, its open samples as partial; harmless once it has ended. Answer: Done."""
+    """Leader → agent → every other rank: end a running share of `generate` with the tokens that it
+    has.
+
+    Its open samples end as partial. Harmless if the share has ended. Answer: Done.
+    """
 
     operation: OperationKey
     """The first operation of the share."""
@@ -271,8 +285,9 @@ class Generated(Message, frozen=True):
 
 ShareResult = Result | Generated | PartWritten | Failed | None
 """A rank's result of one operation's share. Failed: the first of two calls could not be prepared,
-or the weights that the operation names could not be read, and nothing has changed. None: the
-operation was cancelled, or the share has no result."""
+or
+the named weights could not be read; nothing has changed. None: the operation was cancelled, or the
+share has no result."""
 
 
 class ShareDone(Message, frozen=True):
@@ -286,10 +301,10 @@ class SharesDone(Message, frozen=True):
 
 
 class RollCall(Message, frozen=True):
-    """leader → agent → every other rank: are all alive? Answer: Done.
+    """Leader → agent → every other rank: check that all ranks are alive. Answer: Done.
 
-    Asked when a call failed. Where a rank's death is the reason, the agent kills the other ranks
-    instead of answering, so that a lost process is never taken for a failed operation.
+    Sent after a call failed. If a rank has died, the agent kills the other ranks instead of
+    answering, so that a lost process is never mistaken for a failed operation.
     """
 
 
