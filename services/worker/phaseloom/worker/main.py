@@ -36,13 +36,13 @@ log = logging.getLogger(__name__)
 
 _CONNECT_PAUSE_S = 0.1
 _CONNECT_TRIES = 600
-"""The number of tries to connect: a machine that starts everything at once is slow."""
+"""A machine that starts all services at once is slow, so allow a minute."""
 
 
 async def serve(stop: asyncio.Event) -> None:
     settings = config.load(WorkerConfig, "worker")
     settings.check()
-    # Ranks are forked from a child and must not have the secret of agents.
+    # Ranks are forked from a child process and must not inherit the agents' secret.
     config.unset_for_children("worker", "state_secret")
     if settings.cores_per_device > 1:
         for variable, value in EXACT_MATH.items():
@@ -51,7 +51,7 @@ async def serve(stop: asyncio.Event) -> None:
     async with service_bus(f"agent {settings.node}", stop) as bus:
         mark = LogMark(bus, Path(settings.directory)) if settings.directory else None
         if mark is not None:
-            # Before the node has a lease, and anything can be decided about it.
+            # Check before the node has a lease and the scheduler can make decisions about it.
             await lifecycle.unless_stopped(stop, until_done(mark.check, "the log's end"))
         state = await lifecycle.unless_stopped(stop, _connect_state(settings))
         ttl_s = settings.lease_ttl_s
@@ -59,7 +59,7 @@ async def serve(stop: asyncio.Event) -> None:
         lease = await lifecycle.unless_stopped(stop, acquiring)
         remove_old_stores(settings)
         node = NodeId(settings.node)
-        # Before the node is announced.
+        # The state manager must be reachable before the node is announced.
         await serve_state(bus, node, state)
         listener = framing.listen(agent_socket)
         interpreters = Interpreters(settings.interpreters, preload=settings.preload)
@@ -102,7 +102,7 @@ async def serve(stop: asyncio.Event) -> None:
 
 
 async def _connect_state(settings: WorkerConfig) -> AgentStateClient:
-    """Connect to this node's state manager, which starts beside the agent."""
+    """Connect to this node's state manager, which starts at the same time as the agent."""
     for number in range(_CONNECT_TRIES):
         try:
             return await AgentStateClient.connect(settings.state_socket, settings.state_secret)
@@ -114,8 +114,10 @@ async def _connect_state(settings: WorkerConfig) -> AgentStateClient:
 
 
 async def _until_state_lost(state: AgentStateClient) -> None:
-    """End the agent when the state manager is gone: nothing here can be trusted without it. Both
-    start over."""
+    """Fail when the state manager is gone, because the node's state is unknown without it.
+
+    Agent and state manager then both restart.
+    """
     reason = await asyncio.shield(state.closed)
     raise ResourceError(f"the state manager is gone: {reason}", remedy="it is restarted")
 

@@ -1,11 +1,11 @@
-"""One rank's work without a mesh: what `phaseloom measure-slowdown` starts two of, and times.
+"""One rank's work without a mesh. `phaseloom measure-slowdown` starts and times two of these.
 
     python -m phaseloom.worker.measuring --units 2
 
 The process has the backends of a small job: a `sampler`, which decodes, prefills and scores, and an
-`fsdp` policy, which trains. It obeys lines of JSON on its standard input, `Run`s, and answers each
-with a line of JSON, `Ran`. It uses no more than the units that it is told, as a rank with that
-share of its device does.
+`fsdp` policy, which trains. It reads `MeasureRequest`s as lines of JSON from standard input and
+answers each with a line of JSON, `MeasureResult`. It computes only on the requested units, like a
+rank with that share of its device.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ MODEL: dict[str, Any] = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
-"""The model that is run where none is named, of about 0.8 million parameters."""
+"""The default model, with about 0.8 million parameters."""
 SMALL_ROWS, LARGE_ROWS = 16, 256
 DECODED_TOKENS = 8
 PROMPT_TOKENS = 24
 ANSWER_TOKENS = 8
 PREFILLED, SCORED, TRAINED = 64, 64, 64
-"""The number of prompts or samples of one call."""
+"""Prompts or samples in one call."""
 
 
 class Work:
-    """The calls of each kind, on backends of one process."""
+    """The calls of each kind of work, on backends in this process."""
 
     def __init__(self, model: ModelSpec, num_units: int) -> None:
         self._sampler = _built(DeploymentSpec("sampler", "", "sampler", model), num_units)
@@ -83,7 +83,8 @@ class Work:
         }
 
     def run(self, asked: MeasureRequest) -> MeasureResult:
-        """Work on the units until the time is over."""
+        """Repeat the call on the units until the end time. Average the calls within the measured
+        interval."""
         self._backend, call = self._calls[asked.kind]
         self._number += 1
         self._share.ask(asked.units, CommandId(self._number, 0))
@@ -106,7 +107,7 @@ class Work:
         return [drawn.randrange(self._vocab_size) for _ in range(count)]
 
     def _decode(self, rows: int) -> Callable[[], object]:
-        """Decoding from a prompt of one token, so that there is next to no prefill."""
+        """Decode from prompts of one token, so that prefill is negligible."""
         asked = SamplingParams(DECODED_TOKENS, ignore_eos=True)
         args = Generate([Prompt([1], seed=1)], asked, num_samples=rows)
         return lambda: self._sampler.generate([args], Unwatched())
@@ -131,7 +132,7 @@ class Work:
         return call
 
     def _data(self, drawn: random.Random, count: int) -> list[Datum]:
-        """Samples of prompts of their own, with advantages on their answers."""
+        """Samples with distinct prompts, and advantages on the answers."""
         data = []
         for _ in range(count):
             tokens = self._tokens(drawn, PROMPT_TOKENS + ANSWER_TOKENS)
@@ -161,7 +162,8 @@ def main() -> None:
     parser.add_argument("--units", type=int, required=True)
     parser.add_argument("--config", type=Path, help="a model's config.json, in place of a tiny one")
     arguments = parser.parse_args()
-    # As a rank has it that shares its device; what reads these is imported with the first backend.
+    # Match a rank that shares its device. Libraries read these variables when the first backend
+    # imports them.
     for variable, value in {**EXACT_MATH, "OMP_NUM_THREADS": "1"}.items():
         config.set_for_children(variable, value)
     model = MODEL
@@ -178,7 +180,8 @@ def main() -> None:
 
 
 def work_of(model: ModelSpec, num_units: int) -> Work:
-    """The calls on a model. Raises: CallerError: the model cannot be built, or cannot do them."""
+    """Prepare the calls on a model. Raises: CallerError: the model cannot be built or is too
+    small."""
     config = _config_of(model)
     needed = {"vocab_size": 2, "max_position_embeddings": PROMPT_TOKENS + ANSWER_TOKENS}
     for name, least in needed.items():
@@ -191,7 +194,8 @@ def work_of(model: ModelSpec, num_units: int) -> Work:
             )
     try:
         return Work(model, num_units)
-    except (RuntimeError, ArithmeticError) as error:  # a size of zero or less, or past all memory
+    # a size of zero or less, or more than fits in memory
+    except (RuntimeError, ArithmeticError) as error:
         raise CallerError(
             f"no model can be built: {error}",
             field="model.config",
@@ -200,12 +204,13 @@ def work_of(model: ModelSpec, num_units: int) -> Work:
 
 
 def of_file(refused: ErrorInfo) -> ErrorInfo:
-    """The refusal of a model, with its field named as in the file that `--config` gave."""
+    """Rename the refused field to its name in the `--config` file."""
     return msgspec.structs.replace(refused, field=refused.field.removeprefix("model."))
 
 
 def _config_of(model: ModelSpec) -> Any:
-    from phaseloom.worker.backends.model import model_config  # torch, after its variables are set
+    # imports torch, so the variables must be set first
+    from phaseloom.worker.backends.model import model_config
 
     return model_config(model)
 
