@@ -1,4 +1,1 @@
-"""Jobs from submission to end: their deployments, sessions, draining, cancelling, rolling back.
-
-Called by the core's door.
-"""
+"""The life of jobs, deployments and sessions, and the consequences of outcomes."""

@@ -1,4 +1,4 @@
-"""Cancelling an operation that its caller does not want any more."""
+"""Cancel an operation that its caller no longer wants."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from phaseloom.scheduler.core.state.transitions import OpState
 
 
 def request(step: Step, event: CancelRequested) -> None:
-    """End an operation without a permit, or stop a reading one that runs; answer how it stands."""
+    """End an operation without a permit, or stop a running reading operation, and answer with its
+    state."""
     deployment = step.deployment_of(event.key)
     op = deployment.queue.find(event.key) if deployment else None
     error = _refusal(deployment, op, event)

@@ -1,9 +1,9 @@
-"""Deployments that come and go while their job runs, and what one leaves behind.
+"""Deployments that are created or deleted while their job runs.
 
-One that is added starts beside the others; if it cannot, it ends alone, STOPPED with its error, and
-the job goes on. One that is deleted takes its open operations with it. Its name may be used again:
-sequence numbers and incarnations go on from its last ones, since outcomes, seals and late messages
-of the first may still be about.
+A new deployment starts next to the others. If it cannot start, it ends alone, STOPPED with its
+error, and the job continues. A deleted deployment takes its open operations with it. Its name can
+be reused. Sequence numbers and incarnations then continue from the last ones, because outcomes,
+seals and late messages of the first deployment may still exist.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from phaseloom.scheduler.core.wpgs import wpgs
 
 
 def add(step: Step, job: Job, spec: DeploymentSpec) -> Deployment:
-    """Add the record of a deployment, which has no place yet."""
+    """Add the record of a deployment that is not placed yet."""
     key = DeploymentKey(job.key.tenant, job.key.job, spec.name)
     last_seq = job.earlier.last_seqs.get(spec.name, 0)
-    # No stop of an earlier one is told again: the next seal replaces what is left of its seals.
-    # Those that were told may be confirmed late, and an incarnation dies once.
+    # Requests to forget an earlier deployment of this name are not repeated, because the next seal
+    # replaces its old seals. They may still be confirmed late, so their incarnations stay unused.
     stop_incarnations = [step.state.withdraw_forget(node, str(key)) for node in step.state.stopping]
     deployment = Deployment(
         key=key,
@@ -51,7 +51,7 @@ def add(step: Step, job: Job, spec: DeploymentSpec) -> Deployment:
 def create(step: Step, job: Job, spec: DeploymentSpec) -> ErrorInfo | None:
     """Add a deployment to a job that has not ended.
 
-    It is placed now, or together with the job where that waits.
+    It is placed now, or together with its job if that is still waiting.
     """
     if any(existing.name == spec.name for existing in job.spec.deployments):
         return ErrorInfo(
@@ -78,9 +78,9 @@ def create(step: Step, job: Job, spec: DeploymentSpec) -> ErrorInfo | None:
 
 
 def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
-    """Delete a deployment: its operations end ABORTED, its workers stop, its state is dropped.
+    """Delete a deployment: its operations end ABORTED, its workers stop, and its state is dropped.
 
-    Weights versions of it that others hold, or have a queued sync for, stay on its node.
+    Its weights versions that others hold, or have a queued sync for, stay on its nodes.
     """
     deployment = step.deployment(DeploymentKey(job.key.tenant, job.key.job, name))
     if deployment is None:
@@ -110,7 +110,7 @@ def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
     for key in [key for key in step.state.waiters if key.startswith(prefix)]:
         operations.wake_waiters(step, key)
     for sibling in step.deployments_of(job):
-        step.touch(sibling)  # a sync may have waited for it to be rebuilt
+        step.touch(sibling)  # a sync may have waited for its rebuild
     step.job_changed(str(job.key))
     assignment.repin(step, job)
     return None
@@ -127,7 +127,7 @@ def unknown_error(job: Job, name: str) -> ErrorInfo:
 
 
 def _retain_versions(step: Step, job: Job, policy: Deployment) -> None:
-    """Note which nodes have the weights versions of a policy that others want."""
+    """Record which nodes have the weights versions of a policy that others need."""
     if not policy.wpg.assignments:
         return
     in_use = retention.versions_in_use(step, job, but=policy)
@@ -139,7 +139,7 @@ def _retain_versions(step: Step, job: Job, policy: Deployment) -> None:
 def end_alone(step: Step, name: str, error: ErrorInfo) -> None:
     """End a deployment that was added to a running job and cannot start.
 
-    Its record stays, STOPPED, to tell why.
+    Its record stays, STOPPED, so that its error can be read.
     """
     deployment = step.state.deployments[name]
     if step.job(deployment.key.job_key).state in JOB_ENDED:
@@ -153,7 +153,7 @@ def end_alone(step: Step, name: str, error: ErrorInfo) -> None:
 
 
 def shrink_record(step: Step, deployment: Deployment) -> None:
-    """Shrink the record of an ended deployment to what is still asked for."""
+    """Reduce the record of an ended deployment to the fields that can still be queried."""
     seals.delete_operations(
         step, deployment, [mutation.seq for mutation in deployment.durability.history]
     )

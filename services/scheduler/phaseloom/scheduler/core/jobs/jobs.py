@@ -1,4 +1,4 @@
-"""Jobs from submission to end: submitted, placed on nodes, active, ended."""
+"""Jobs from submission to their end: placed on nodes, active, drained, ended."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobEvent, JobS
 from phaseloom.scheduler.core.wpgs import moves, wpgs
 
 MIN_KEPT_S = 600.0
-"""Seconds for which an ended job is kept at least.
+"""Minimum time for which an ended job is kept.
 
-The bus takes messages of a later job with the same ids for copies for as long.
+For this long the bus treats messages of a later job with the same ids as duplicates.
 """
 
 
@@ -63,8 +63,8 @@ def submit(step: Step, event: events.JobSubmitted) -> None:
 def _inherit_name(step: Step, job: Job, old: Job) -> None:
     """Take over the name of an ended job.
 
-    Outcomes, seals and late messages of that job may still be about: sequence numbers and
-    incarnations go on from its last ones, and its sessions are over.
+    Outcomes, seals and late messages of that job may still exist. So sequence numbers and
+    incarnations continue from its last ones, and its sessions are over.
     """
     job.controller.succeed(old.controller.session)
     job.earlier.succeed(old.earlier)
@@ -77,7 +77,7 @@ def _inherit_name(step: Step, job: Job, old: Job) -> None:
 
 
 def forget(step: Step, name: str, submitted_sequence: int) -> None:
-    """Drop a job that ended so long ago that nobody asks for it, unless its name is used again."""
+    """Drop a job that ended long ago, unless its name is in use again."""
     job = step.state.jobs.get(name)
     if job is None or job.submitted_sequence != submitted_sequence:
         return
@@ -89,19 +89,19 @@ def forget(step: Step, name: str, submitted_sequence: int) -> None:
 
 
 def place_waiting(step: Step) -> None:
-    """Give new room to the deployments on nodes that are to be left, then to jobs that wait."""
+    """Give free room first to deployments on nodes that are being vacated, then to waiting jobs."""
     evacuation.go_on(step)
     _place_waiting(step)
 
 
 def _place_waiting(step: Step, only: str = "") -> None:
-    """Place the jobs that wait and have room now, the oldest first.
+    """Place the waiting jobs that have room now, oldest first.
 
-    Args: only: nothing has changed for the others.
+    Args: only: place only this job, because nothing has changed for the others.
     """
     cluster = step.state.cluster
     if not cluster.waiting:
-        return  # as before the log's first configuration
+        return  # also before the first configuration, when there is no policy to ask
     may_overtake = assignment.policy_of(step).may_overtake
     blocked: set[str] = set()
     for member in list(cluster.waiting):
@@ -119,7 +119,7 @@ def _place_waiting(step: Step, only: str = "") -> None:
 
 
 def _apply_decision(step: Step, job: Job, member: Member, decision: Decision) -> None:
-    """Start a job where placement has put it."""
+    """Carry out a placement decision for a waiting job."""
     match decision:
         case Placed():
             job.failed(None)
@@ -157,7 +157,7 @@ def _no_room_error(step: Step, reason: str) -> ErrorInfo:
 
 
 def fall_back(step: Step, name: str, error: ErrorInfo) -> None:
-    """Roll a job back to its last checkpoint where it has one; else it fails."""
+    """Roll a job back to its last checkpoint, or fail it if it has none."""
     job = step.state.jobs[name]
     if rollback.is_possible(step, job):
         rollback.roll_back(step, job, error)
@@ -166,12 +166,12 @@ def fall_back(step: Step, name: str, error: ErrorInfo) -> None:
 
 
 def fail(step: Step, name: str, error: ErrorInfo) -> None:
-    """End a job that cannot go on."""
+    """End a job that cannot continue."""
     _fail(step, step.state.jobs[name], error)
 
 
 def review(step: Step, name: str) -> None:
-    """End a job that has drained, or let it be active once all of its deployments are up."""
+    """End a job that has drained, or make it active when all of its deployments are up."""
     job = step.state.jobs[name]
     _end_drained(step, job)
     up_or_gone = (WpgState.READY, WpgState.STOPPED)
@@ -217,12 +217,12 @@ def _end_drained(step: Step, job: Job) -> None:
 
 
 def _drain(step: Step, job: Job) -> ErrorInfo | None:
-    """Begin to drain a job: nothing new is taken, what is open runs to its end.
+    """Start to drain a job: it accepts nothing new, and open operations run to their end.
 
-    An operation behind one that was never published, or after such a one, would wait for ever: it
-    ends at once. Idempotent.
+    An operation that comes after one that was never published would wait forever, so it ends at
+    once. Idempotent.
 
-    Returns: why the job cannot be drained.
+    Returns: the error if the job cannot be drained.
     """
     if job.state is JobState.DRAINING:
         return None
@@ -260,7 +260,8 @@ def _end_stranded(step: Step, job: Job, deployment: Deployment) -> None:
 
 
 def _unpublished_dependency(step: Step, deployment: Deployment, op: Op, gap: int) -> str:
-    """The operation that will never come for which this one waits."""
+    """An operation that this one waits for and that will never be published; empty: there is
+    none."""
     seq = op.key.seq
     if seq is not None and seq > gap:
         return f"{deployment.key.deployment} {gap}"
@@ -310,9 +311,9 @@ def _ended_error(job: Job) -> ErrorInfo | None:
 
 
 def _answer(step: Step, request: str, job: Job | JobKey, error: ErrorInfo | None = None) -> None:
-    """Answer a request for a job.
+    """Answer a request about a job.
 
-    Args: job: the job's key, where it does not exist.
+    Args: job: the job, or its key if it does not exist.
     """
     if isinstance(job, JobKey):
         message = f"job {job} does not exist"
@@ -324,7 +325,7 @@ def _answer(step: Step, request: str, job: Job | JobKey, error: ErrorInfo | None
 
 
 def _fail(step: Step, job: Job, error: ErrorInfo) -> None:
-    """End a job that could never run (REJECTED), or cannot run any more (FAILED)."""
+    """End a job that could never run (REJECTED) or can no longer run (FAILED)."""
     if job.state in JOB_ENDED:
         return
     job.failed(error)

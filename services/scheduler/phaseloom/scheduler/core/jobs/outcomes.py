@@ -20,8 +20,11 @@ from phaseloom.scheduler.core.wpgs import wpgs
 
 
 def finish(step: Step, event: OperationFinished) -> None:
-    """Take in a stored outcome. The stream DONE decides which outcome counts, the epoch whose claim
-    ends."""
+    """Handle a stored outcome.
+
+    The first outcome in the stream DONE is the one that counts. Only an outcome of the present
+    incarnation frees devices.
+    """
     deployment = step.deployment_of(event.key)
     if deployment is None:
         return
@@ -43,7 +46,7 @@ def finish(step: Step, event: OperationFinished) -> None:
             speculative.expect(step, deployment, event.kind)
         step.touch(deployment)
     elif deployment.wpg.state in (WpgState.RECOVERING, WpgState.READY):
-        # This is late word of a dead incarnation: the operation is being run again and will tell.
+        # A late outcome of a dead incarnation. The operation runs again and will report itself.
         return
     if event.dirty and is_current:
         _record_outcome(step, deployment, op, event)
@@ -57,7 +60,7 @@ def finish(step: Step, event: OperationFinished) -> None:
 
 
 def snapshot_taken(step: Step, event: StateSnapshotTaken) -> None:
-    """Let a deployment go on while the snapshot of its `save_state` is written."""
+    """Let a deployment continue while the snapshot of its `save_state` is written."""
     deployment = step.deployment_of(event.key)
     if deployment is None or event.incarnation != deployment.wpg.incarnation:
         return
@@ -75,7 +78,7 @@ def snapshot_taken(step: Step, event: StateSnapshotTaken) -> None:
 def _note_latency(
     step: Step, deployment: Deployment, op: Op | None, event: OperationFinished
 ) -> None:
-    """Measure how much later than its duration says an operation has ended that ran alone."""
+    """Measure how much later than its duration suggests an operation that ran alone has ended."""
     if op is None or len(deployment.activation.running) > 1 or event.replay:
         return
     ended_s = estimates.began_s(step.state, deployment, op) + event.duration_s
@@ -83,10 +86,10 @@ def _note_latency(
 
 
 def _charge(step: Step, deployment: Deployment, op: Op | None, event: OperationFinished) -> None:
-    """Count the devices' time of an operation as that of the job whose weights it has read.
+    """Charge the device time of an operation to the job whose weights it read.
 
-    A job that is gone cannot be charged: its reader's job is. A save that has its snapshot is
-    written without the devices.
+    If that job no longer exists, the reader's own job is charged. A save that has its snapshot is
+    written without the devices and costs nothing.
     """
     if op is not None and op.has_snapshot:
         return
@@ -101,7 +104,7 @@ def _record_outcome(
     if op is None or op.has_ended:
         return
     if op.state is OpState.QUEUED:
-        # It ended in an incarnation that died before its word came.
+        # It ended in an incarnation that died before this event arrived.
         step.advance_op(op, OpEvent.PERMITTED)
     completed = event.outcome is Outcome.COMPLETED
     step.advance_op(op, OpEvent(event.outcome))
@@ -120,14 +123,16 @@ def _record_outcome(
     was_refused = gradients.was_refused(deployment, op, event)
     operations.remove_ended(step, deployment, op, completed)
     if was_refused:
-        # The workers that refused zeroed the gradients; a later incarnation did it again.
+        # The workers that refused the step have zeroed its gradients. The operations that made them
+        # must not be replayed, so nothing reads them again.
         seals.delete_operations(step, deployment, gradients.drop(deployment, op))
 
 
 def _record_settled(step: Step, deployment: Deployment, event: OperationFinished) -> None:
-    """Take in what was stored as the outcome of an operation whose incarnation died.
+    """Handle the stored outcome of an operation whose incarnation has died.
 
-    Where it changes what is in effect, a live incarnation has been made from something else.
+    If the outcome changes the effective operations, a live incarnation has started from a wrong
+    state and is rebuilt.
     """
     op = deployment.queue.find(event.key)
     if op is None:

@@ -1,9 +1,9 @@
-"""The roll-back of a job that cannot be rebuilt: all of it falls back to its last checkpoint.
+"""The roll-back of a job that cannot be rebuilt: the whole job falls back to its last checkpoint.
 
-It is never one deployment alone, since the others hold state of after the checkpoint. Every open
-operation ends, every WPG starts again from its checkpoint (or, where the checkpoint names none,
-from its seeds), and the sessions that knew the lost state are over. A controller that attaches goes
-on from its own blob.
+A single deployment never falls back alone, because the others hold state from after the checkpoint.
+Every open operation ends. Every WPG starts again from its checkpoint, or from its seeds if the
+checkpoint does not include it. Sessions that knew the lost state are over. A controller that
+attaches continues from its own blob.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def roll_back(step: Step, job: Job, error: ErrorInfo) -> None:
 
 
 def _note_unfinished(deployment: Deployment) -> None:
-    """Note which weights versions a deployment is publishing: they may be there before the WPG is
-    killed."""
+    """Record the weights versions that a deployment is publishing: they may exist before the WPG
+    dies."""
     for key in deployment.activation.running:
         op = deployment.queue.find(key)
         if op is not None and op.kind == "publish_weights" and key.seq is not None:
@@ -71,7 +71,7 @@ def _note_unfinished(deployment: Deployment) -> None:
 
 
 def _reset(step: Step, deployment: Deployment, checkpoint: str) -> None:
-    """Set the state of a deployment back to the checkpoint: the log before it is not needed."""
+    """Reset a deployment to its checkpoint: the operations before it are no longer needed."""
     seals.delete_operations(
         step, deployment, [mutation.seq for mutation in deployment.durability.history]
     )

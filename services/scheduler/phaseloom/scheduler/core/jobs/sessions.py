@@ -11,23 +11,23 @@ from phaseloom.scheduler.core.state.transitions import JOB_ENDED
 
 
 def opened(step: Step, event: SessionOpened) -> None:
-    """Note that a controller has attached: its router has found the job.
+    """Record that a controller has attached.
 
-    The order of two attaches in the log may differ from the order in which they were made. A
-    session that was called lost is back when its heartbeat is.
+    Two attaches may be in the log in another order than they were made. A session that was reported
+    lost is attached again when its heartbeat returns.
     """
     job = _live(step, event.job)
     if job is None or event.session < job.controller.session:
         return
     if event.session == job.controller.session and job.controller.is_attached:
         return
-    _end_phases(step, job)  # of the controller before
+    _end_phases(step, job)  # those of the previous controller
     job.controller.attach(event.session)
     step.job_changed(str(job.key))
 
 
 def lost(step: Step, event: SessionLost) -> None:
-    """Note that a controller was lost. Its queued operations still run; no device is kept for
+    """Record that a controller was lost. Its queued operations still run; no device is kept for
     it."""
     job = _live(step, event.job)
     if job is None or event.session != job.controller.session or not job.controller.is_attached:

@@ -1,4 +1,2 @@
-"""Worker-process groups: their incarnations, and their moves from nodes to nodes.
-
-Called by the core's door for what agents report, by `placement` and `jobs`.
-"""
+"""The life of worker-process groups: start, loss, rebuild (`wpgs`), and moves between nodes
+(`moves`)."""

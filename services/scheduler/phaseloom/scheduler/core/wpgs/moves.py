@@ -1,20 +1,21 @@
-"""Moves: a deployment goes to other nodes, and its state with it.
+"""Moves: a deployment goes to other nodes and takes its state along.
 
-A deployment that trains and has changed since its last seal is sealed first. It runs on while its
-new nodes fetch a copy of the seal and of the weights versions that it needs. Then it finishes the
-operations that run, is given no new ones, is stopped, and begins its next incarnation on the new
-nodes as after any loss: from the seal, with the operations after the seal run again. Where running
-those again would take longer than the copy did, the deployment is sealed and copied once more
-before it is stopped. Operations that come meanwhile wait.
+The stages of a move and their transitions are in `state/transitions.py`. First a deployment that
+trains and has changed is sealed. It continues to run while its new nodes fetch the seal and the
+weights versions that it needs. Then it finishes its running operations and gets no new ones. If a
+replay of the operations since the seal would take longer than the copy took, the deployment is
+sealed and copied once more, this time at rest. Finally it is stopped, and its next incarnation
+starts on the new nodes as after a loss: from the seal, with the later operations replayed.
+Operations that arrive in the meantime wait.
 
-While a `save_state` is written, its deployment is neither sealed nor stopped: the state that is
-saved would have to be made again, from the seal before it. The deployment runs on until the saved
-state is durable. A further `save_state` waits until the move is over; otherwise there might never
-be a moment for the move.
+While a `save_state` is being written, its deployment is neither sealed nor stopped, because the
+saved state would have to be rebuilt from the seal before it. The deployment continues to run until
+the saved state is durable. A second `save_state` waits until the move is over; otherwise the right
+moment for the move might never come.
 
-Where a new node is down, or cannot take the copy, the deployment stays where it is until the node
-can. Where the deployment dies on the way, its next incarnation begins wherever its state is and the
-nodes are up. The old nodes keep the seal that it was rebuilt from until it has made a new seal.
+If a new node is down or cannot take its copy, the deployment runs where it is until the node can.
+If the deployment dies during the move, its next incarnation starts wherever its state is and all
+nodes are up. The old nodes keep the seal that it was rebuilt from until the next seal.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from phaseloom.scheduler.core.state.wpg import RankAssignment
 
 
 def start(step: Step, deployment: Deployment, assignments: list[RankAssignment]) -> None:
-    """Begin to move a deployment to these nodes and devices.
+    """Start to move a deployment to these nodes and devices.
 
-    A move to where the deployment is already just ends any move that is under way.
+    A move to its present place only ends a move in progress.
     """
     name = deployment.name
     assignments = _ordered_by_rank(deployment, assignments)
     release_nodes(step, deployment)
     holders.stop_copying(step, deployment)
     if deployment.move.relocation is not None:
-        # There may be a copy on the nodes that the earlier move was to go to.
+        # The targets of the earlier move may already have copies.
         current_nodes = {node for part in deployment.durability.replicas for node in part}
         deployment.move.keep(
             holders.nodes_with(deployment), but={*deployment.nodes, *current_nodes}
@@ -70,7 +71,7 @@ def _ordered_by_rank(
 ) -> list[RankAssignment]:
     """Order the assignments of a move by rank.
 
-    A node that stays keeps its ranks, and one that has a copy of a part gets the ranks of that.
+    A node that stays keeps its ranks. A node that has a copy of a part gets the ranks of that part.
     """
     if len(assignments) != len(deployment.wpg.assignments):
         return assignments
@@ -86,17 +87,15 @@ def _ordered_by_rank(
 
 
 def release_nodes(step: Step, deployment: Deployment) -> None:
-    """Note that a deployment's nodes no longer wait for it to leave.
-
-    It has left them, or stays after all.
-    """
+    """Record that a deployment's nodes no longer wait for it to leave: it has left, or it stays."""
     for node in deployment.nodes:
         groups.end_hold(step.state.cluster, node, deployment.name)
     step.follow_up(FollowUp.PLACE)
 
 
 def is_possible(step: Step, deployment: Deployment, move: Relocation) -> bool:
-    """Whether the new nodes of a move are up, and none still has to forget the deployment."""
+    """Whether the new nodes of a move are up, and none of them still has to forget the
+    deployment."""
     return all(
         step.node(assigned.node).is_up
         and deployment.name not in step.state.stopping.get(assigned.node, {})
@@ -121,7 +120,8 @@ def is_paused(deployment: Deployment) -> bool:
 
 
 def must_wait(deployment: Deployment, op: Op) -> bool:
-    """Whether an operation is a `save_state` that must wait: the move waits for an earlier one."""
+    """Whether an operation is a `save_state` that must wait because the move waits for an earlier
+    one."""
     return op.kind == "save_state" and _waits_for_snapshot(deployment)
 
 
@@ -135,7 +135,7 @@ def _waits_for_snapshot(deployment: Deployment) -> bool:
 
 
 def describe(deployment: Deployment) -> str:
-    """The destination of a move, and what it waits for; empty: the deployment stays."""
+    """The destination of a move and the reason for waiting; empty: the deployment stays."""
     move = deployment.move.relocation
     if move is None:
         return ""
@@ -210,7 +210,7 @@ def _measure_copies(step: Step, deployment: Deployment, move: Relocation) -> Mov
 
 def _request_last_seal(step: Step, deployment: Deployment, move: Relocation) -> MoveEvent | None:
     """Seal once more if a replay of the operations since the seal would take longer than that."""
-    # A deployment whose seal has just failed leaves without one.
+    # After a failed seal another try is unlikely to succeed: leave with the seal before it.
     has_failed = move.requested_seal and not deployment.durability.seal_asked
     if not _can_stop(deployment) or has_failed or _replay_s(deployment) <= move.copy_s:
         return None
@@ -247,9 +247,9 @@ def _can_stop(deployment: Deployment) -> bool:
 
 
 def _replay_s(deployment: Deployment) -> float:
-    """Seconds that it would take to run again the operations after a deployment's seal.
+    """Seconds that a replay of the operations after a deployment's seal would take.
 
-    It is 0 where the deployment does not train, or has gradients and so cannot be sealed now.
+    Returns: 0 if the deployment does not train, or has gradients and cannot be sealed now.
     """
     if not deployment.spec.trainable or gradients.pending(deployment):
         return 0.0
@@ -279,7 +279,7 @@ def _needs_seal(deployment: Deployment) -> bool:
 
 
 def _has_gradients_to_use(deployment: Deployment) -> bool:
-    """Whether a deployment's gradients will be used up soon: its next operation is known."""
+    """Whether a deployment's gradients will be used soon, because its next operation is known."""
     is_known = deployment.queue.head_seq in deployment.queue.operations
     return deployment.spec.trainable and is_known and bool(gradients.pending(deployment))
 
@@ -315,9 +315,9 @@ def _send_mirror_commands(step: Step, deployment: Deployment, move: Relocation) 
 
 
 def mirrored(step: Step, event: StateMirrored) -> None:
-    """Note that a new node of a move has its copy, or could not get it.
+    """Record that a new node of a move has its copy or could not get it.
 
-    Where it could not, the move is put off and tried again after a pause.
+    If it could not, the move is put off and retried after a pause.
     """
     deployment = step.deployment(event.deployment)
     if deployment is None or deployment.move.relocation is None:
@@ -340,10 +340,7 @@ def mirrored(step: Step, event: StateMirrored) -> None:
 
 
 def node_restarted(step: Step, deployment: Deployment, node: NodeId) -> None:
-    """Note that a new node of a move has a new lease.
-
-    The copy that the node was told to fetch under its last lease never comes.
-    """
+    """Record that a new node of a move has a new lease, under which it does not fetch its copy."""
     move = deployment.move.relocation
     if move is None or node not in move.fetching:
         return
@@ -352,7 +349,7 @@ def node_restarted(step: Step, deployment: Deployment, node: NodeId) -> None:
 
 
 def relocate(step: Step, deployment: Deployment, assignments: list[RankAssignment]) -> None:
-    """Place a deployment, whose ranks on its old nodes are dead, on the new nodes of its move."""
+    """Place a deployment, whose ranks on the old nodes are dead, on the new nodes of its move."""
     name, old = deployment.name, deployment.nodes
     devices.leave(step, deployment)
     devices.forget(step, deployment)
@@ -362,8 +359,8 @@ def relocate(step: Step, deployment: Deployment, assignments: list[RankAssignmen
     deployment.wpg.put_on(assignments)
     devices.place(step, deployment)
     for node in deployment.nodes:
-        # A node may confirm late that it has forgotten the deployment: the next incarnation must
-        # not be taken for the one that is confirmed dead.
+        # The node may still confirm that it has forgotten an earlier incarnation. The next one
+        # needs a higher number, so that the confirmation is not taken for its death.
         stop_incarnation = step.state.withdraw_forget(node, name)
         deployment.wpg.raise_incarnation(stop_incarnation)
     deployment.move.keep([*deployment.move.stale_holders, *old], but=deployment.nodes)

@@ -1,12 +1,12 @@
-"""Worker-process groups: started, lost, rebuilt.
+"""Worker-process groups (WPGs): how they start, die and are rebuilt.
 
-A WPG starts and dies as a whole, on however many nodes: where it dies on one node, it is killed on
-the others. Each start is an *incarnation*. It begins once no rank of the last incarnation is alive
-and all of its nodes are up. Messages of an older incarnation about claims are ignored.
+A WPG starts and dies as a whole, on any number of nodes: if it dies on one node, it is killed on
+the others. Each start is an *incarnation*. It begins when no rank of the previous incarnation is
+alive and all nodes are up. Messages of an older incarnation about devices are ignored.
 
-An incarnation starts from the newest seal (or the seeds) and runs again, in order, the operations
-that took effect after the seal. Operations that were permitted when the last incarnation ended run
-again too, as `replay`, since their outcomes may have been stored.
+An incarnation starts from the newest seal, or from the seeds, and replays in order the operations
+that took effect after the seal. Operations that were permitted when the last incarnation died run
+again too, as `replay`, because their outcomes may have been stored.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _PERMANENT = frozenset({Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED, Code.NOT
 _ALIVE = frozenset({WpgState.STARTING, WpgState.RECOVERING, WpgState.READY})
 
 FIRST_PAUSE_S = 1.0
-"""The pause before a WPG is rebuilt that died a second time while nothing ran; each further death
-doubles it."""
+"""Pause before a rebuild after a WPG has died twice while idle. It doubles with each further
+death."""
 MAX_PAUSE_S = 60.0
 STEADY_S = 600.0
-"""A WPG that dies while nothing ran, and was up for so long, has not died in a row."""
+"""An idle death after this much uptime resets the count of deaths."""
 
 
 def node_up(step: Step, event: NodeUp) -> None:
-    """Note that a node's agent took its lease: whatever ran there under an earlier lease is dead.
+    """Record a node's new lease: everything that ran there under an earlier lease is dead.
 
-    Deployments that only waited for this node begin their next incarnation.
+    Deployments that waited for this node start their next incarnation.
     """
     old = step.state.nodes.get(event.node)
     if old is not None and old.revision >= event.revision:
@@ -72,14 +72,14 @@ def node_up(step: Step, event: NodeUp) -> None:
         if _has_lost_a_device(step, deployment, assigned):
             groups.end_hold(step.state.cluster, event.node, name)
             deployment.wpg.lose_assignment(assigned)
-            # `stop` does not reach this node any more: it is told below to forget the deployment.
+            # `stop` no longer reaches this node, so it is told below to forget the deployment.
             step.state.request_forget(event.node, name, deployment.wpg.incarnation)
             continue
         devices.place(step, deployment, on=event.node)
         _try_start(step, deployment)
     for deployment in step.state.deployments.values():
         if deployment.wpg.state is WpgState.LOST and deployment.wpg.assignments:
-            _try_start(step, deployment)  # the deployment may have waited for a copy on this node
+            _try_start(step, deployment)  # it may have waited for a copy of its seal on this node
     for name in step.state.moving:
         deployment = step.state.deployments[name]
         assignments = (
@@ -94,9 +94,9 @@ def node_up(step: Step, event: NodeUp) -> None:
 
 
 def _has_lost_a_device(step: Step, deployment: Deployment, assigned: RankAssignment) -> bool:
-    """Whether a node has come back without a device that a deployment has, or is to get.
+    """Whether a node has returned without a device that a deployment has or will get.
 
-    The deployment's job is then failed.
+    If so, the deployment's job fails.
     """
     last = max(assigned.devices)
     if last < len(step.node(assigned.node).devices):
@@ -112,9 +112,9 @@ def _placed(node: Node) -> list[str]:
 
 
 def _repeat_stops(step: Step, node: Node) -> None:
-    """Tell a node again which deployments it is to forget.
+    """Tell a node again which deployments to forget.
 
-    Their jobs ended while the node was away, or the node died before it had dropped their seals.
+    Their jobs ended while the node was away, or the node died before it had dropped their data.
     """
     for name in step.state.stopping.get(node.node, {}):
         step.send(
@@ -127,22 +127,22 @@ def _repeat_stops(step: Step, node: Node) -> None:
 
 
 def _confirm_forgotten(step: Step, event: WpgLost) -> None:
-    """Note that a node has forgotten a deployment, where it was told to."""
+    """Record that a node has forgotten a deployment, if it was told to."""
     name = str(event.deployment)
     stop_incarnation = step.state.stopping.get(event.node, {}).get(name)
     if stop_incarnation is not None and stop_incarnation <= event.incarnation:
         step.state.confirm_forgotten(event.node, name)
-        # The node can take a copy of the deployment's seal again.
+        # From now on the node can take a copy of the deployment's seal again.
         if step.state.closing:
             step.follow_up(FollowUp.PLACE)
         deployment = step.deployment(event.deployment)
         if deployment is not None and deployment.wpg.state is WpgState.STOPPED:
-            # A later deployment of its name counts its incarnations on from there.
+            # A later deployment of the same name continues its incarnations from here.
             deployment.wpg.raise_incarnation(event.incarnation)
 
 
 def node_lost(step: Step, event: NodeLost) -> None:
-    """Note that a node's lease is lost: every rank on the node counts as dead."""
+    """Record that a node has lost its lease: all ranks on it count as dead."""
     node = step.state.nodes.get(event.node)
     if node is None or node.revision != event.revision or not node.is_up:
         return
@@ -159,7 +159,7 @@ def node_lost(step: Step, event: NodeLost) -> None:
 def place(step: Step, deployment: Deployment, assignments: list[RankAssignment]) -> None:
     """Put a deployment on devices and start it there.
 
-    Args: assignments: a device for each rank, in order; the first is the leader's.
+    Args: assignments: devices for each rank, in order; the first is the leader's.
     """
     deployment.wpg.put_on(assignments)
     devices.place(step, deployment)
@@ -167,17 +167,17 @@ def place(step: Step, deployment: Deployment, assignments: list[RankAssignment])
 
 
 def move(step: Step, deployment: Deployment, assignments: list[RankAssignment]) -> None:
-    """Have a deployment go elsewhere with its state, as soon as the operations that run have ended.
+    """Move a deployment and its state elsewhere, as soon as its running operations have ended.
 
-    Args: assignments: as for `place`. Where they are its present ones, the deployment stays, and a
-              move that was decided before is ended.
+    Args: assignments: as for `place`. If they are the present ones, the deployment stays, and any
+              move in progress ends.
     """
     if deployment.wpg.state is not WpgState.STOPPED:
         moves.start(step, deployment, assignments)
 
 
 def advance_moves(step: Step) -> None:
-    """Take every move as far as the step's event allows."""
+    """Advance every move as far as this step's event allows."""
     for name in list(step.state.moving):
         deployment = step.state.deployments.get(name)
         if deployment is not None and deployment.move.relocation is not None:
@@ -195,7 +195,7 @@ def _advance_move(step: Step, deployment: Deployment, relocation: Relocation) ->
 
 
 def start(step: Step, deployment: Deployment) -> None:
-    """Begin an incarnation on the deployment's nodes, from its newest seal if it has one."""
+    """Start an incarnation on the deployment's nodes, from its newest seal if it has one."""
     step.advance_wpg(deployment, WpgEvent.STARTED)
     deployment.durability.incarnation_begins()
     deployment.wpg.begin(deployment.durability.seal_seq)
@@ -229,11 +229,11 @@ def start(step: Step, deployment: Deployment) -> None:
 
 
 def _try_start(step: Step, deployment: Deployment) -> None:
-    """Begin a deployment's next incarnation, if that is possible now.
+    """Start a deployment's next incarnation if that is possible now.
 
-    It is possible once no rank of the last incarnation can be alive, its state is readable, and its
-    nodes are up: the nodes that it is moving to if these are ready, else those that it was on. A
-    WPG that died several times while nothing ran has a pause before that.
+    It is possible when no rank of the previous incarnation can be alive, the state is readable, the
+    pause after repeated deaths is over, and the nodes are up: those that the deployment is moving
+    to, or else its present ones.
     """
     if deployment.wpg.dying_on or not holders.is_readable(step, deployment):
         return
@@ -248,17 +248,15 @@ def _try_start(step: Step, deployment: Deployment) -> None:
 
 
 def pause_ended(step: Step, name: str) -> None:
-    """The pause before a WPG is rebuilt is over."""
+    """Rebuild a WPG whose pause after repeated deaths is over."""
     deployment = step.state.deployments.get(name)
     if deployment is not None and deployment.wpg.state is WpgState.LOST:
         _try_start(step, deployment)
 
 
 def restart(step: Step, deployment: Deployment) -> None:
-    """Throw away the state of a deployment's incarnation and begin the next one.
-
-    It starts from the seal or checkpoint that the deployment's record names.
-    """
+    """Discard the state of the present incarnation, and start the next one from the seal or
+    checkpoint on record."""
     if not deployment.wpg.assignments:
         return
     is_alive = deployment.wpg.state in _ALIVE
@@ -270,7 +268,7 @@ def restart(step: Step, deployment: Deployment) -> None:
 
 
 def started(step: Step, event: WpgStarted) -> None:
-    """Note that a WPG is up on a node; once it is up on all of them, its replay can begin."""
+    """Record that a WPG is up on a node. When it is up on all nodes, its replay can begin."""
     deployment = step.deployment(event.deployment)
     if deployment is None or event.incarnation != deployment.wpg.incarnation:
         return
@@ -289,7 +287,7 @@ def started(step: Step, event: WpgStarted) -> None:
         return
     deployment.wpg.state_bytes = max(deployment.wpg.state_bytes, event.state_bytes)
     if deployment.wpg.base and deployment.wpg.base == deployment.durability.seal_seq:
-        # A seal that the node fetched from elsewhere is on its own disk now.
+        # A node that fetched its part of the seal from elsewhere now has it on its own disk.
         holders.add_replica(deployment, deployment.nodes.index(event.node), event.node)
     if deployment.wpg.starting_on:
         return
@@ -302,14 +300,14 @@ def started(step: Step, event: WpgStarted) -> None:
     if not deployment.durability.seal_seq:
         holders.clear_stale_holders(step, deployment)
     if step.state.closing:
-        step.follow_up(FollowUp.PLACE)  # the copies of its seal are counted anew
+        step.follow_up(FollowUp.PLACE)  # the number of copies of its seal has changed
     if deployment.wpg.incarnation > 1 and not deployment.durability.replay:
         step.notify("recovered", f"from its seal at {event.applied}", deployment.name)
     _touch_siblings(step, deployment)
 
 
 def _reject_mixed_start(step: Step, deployment: Deployment, event: WpgStarted) -> None:
-    """Kill a WPG whose nodes have begun with different states, and have its job fall back."""
+    """Kill a WPG whose nodes have started from different states, and let its job fall back."""
     error = ErrorInfo(
         Code.DATA_LOSS,
         f"{event.node} has the state of {deployment.name} as of {event.applied}, "
@@ -322,14 +320,14 @@ def _reject_mixed_start(step: Step, deployment: Deployment, event: WpgStarted) -
 
 
 def _replay_seqs(step: Step, deployment: Deployment, applied: int) -> list[int]:
-    """Seqs of the operations to run again after the state that a WPG starts with, in order.
+    """Seqs of the operations to replay on top of the state that a WPG starts with, in order.
 
-    They are the mutations from the last one that replaces the whole state. A `publish_weights`
-    changes no state: it is run again only where its version is needed and not durable. A
-    `save_state` that was not durable is run again in its place. For both, the mutations that made
-    the state that they take are run again too.
+    These are the mutations from the last one that replaces the whole state. There are two
+    additions. A `publish_weights` changes no state and is replayed only if its version is needed
+    and not durable. A `save_state` that was not durable is replayed at its place. For both, the
+    mutations that lead to the state that they read are replayed too.
 
-    Args: applied: the seq up to which operations are in that state.
+    Args: applied: the seq up to which operations are part of that state.
     """
     history = [m for m in deployment.durability.history if m.seq > applied]
     needed_versions = retention.volatile_versions(step, deployment)
@@ -348,7 +346,7 @@ def _replay_seqs(step: Step, deployment: Deployment, applied: int) -> list[int]:
 
 
 def replayed(step: Step, deployment: Deployment, seq: int) -> None:
-    """Note that an operation has run again; after the last one the deployment is ready."""
+    """Record that an operation was replayed; after the last one the deployment is ready."""
     deployment.durability.replayed(seq)
     deployment.wpg.forgive_refusals()
     _touch_siblings(step, deployment)
@@ -358,7 +356,7 @@ def replayed(step: Step, deployment: Deployment, seq: int) -> None:
 
 
 def _touch_siblings(step: Step, deployment: Deployment) -> None:
-    """Have all deployments of a job looked at: some may wait for a version that is there again."""
+    """Dispatch all deployments of a job, because some may wait for a version that exists again."""
     for sibling in step.deployments_of(step.job_of(deployment)):
         step.touch(sibling)
     for named in step.job_of(deployment).versions.named.values():
@@ -366,12 +364,13 @@ def _touch_siblings(step: Step, deployment: Deployment) -> None:
 
 
 def lost(step: Step, event: WpgLost) -> None:
-    """Note that the ranks of a WPG on a node are dead and reaped, and start it anew.
+    """Record that the ranks of a WPG on a node are dead and reaped, and rebuild the WPG.
 
-    Where the start itself cannot succeed, the deployment or its job ends, or the job falls back to
-    a checkpoint. Operations that killed their WPG too often are failed. A WPG that dies as often
-    while nothing runs is rebuilt after pauses that grow, and in the end its job fails. A death that
-    another WPG has caused, in the process that they shared, counts for that one alone.
+    - If a start can never succeed, the deployment or its job ends, or the job falls back to a
+      checkpoint.
+    - Operations that have killed their WPG too often fail.
+    - A WPG that keeps dying while idle is rebuilt after growing pauses; in the end its job fails.
+    - A death caused by another WPG in the same process counts only for that one.
     """
     _confirm_forgotten(step, event)
     deployment = step.deployment(event.deployment)
@@ -379,7 +378,7 @@ def lost(step: Step, event: WpgLost) -> None:
         return
     if deployment.wpg.state is WpgState.STOPPED or event.node not in deployment.nodes:
         return
-    if deployment.wpg.state is WpgState.LOST:  # it was being killed, to be rebuilt
+    if deployment.wpg.state is WpgState.LOST:  # expected: its remaining ranks were being killed
         _lose_node(step, deployment, event.node)
         _try_start(step, deployment)
         return
@@ -395,9 +394,9 @@ def lost(step: Step, event: WpgLost) -> None:
 def _count_death(
     step: Step, deployment: Deployment, event: WpgLost, before: WpgState, culprits: list[Op]
 ) -> bool:
-    """Count a death for a WPG; returns whether it is to be started anew.
+    """Count a death of a WPG, and return whether to rebuild it.
 
-    Args: before: its state when it died. culprits: the operations that it ran then.
+    Args: before: its state when it died. culprits: the operations that it was running.
     """
     is_idle = before is WpgState.READY and not culprits
     if is_idle and step.now_s - deployment.wpg.up_since_s >= STEADY_S:
@@ -425,7 +424,7 @@ def _count_death(
 
 
 def _repeated_deaths_error(deployment: Deployment, event: WpgLost) -> ErrorInfo:
-    """Why a job fails whose WPG dies again and again, and no operation is to blame."""
+    """The error of a job whose WPG keeps dying without an operation to blame."""
     return ErrorInfo(
         Code.ABORTED,
         f"the workers of {deployment.key.deployment} died {deployment.wpg.losses} times, and "
@@ -436,7 +435,7 @@ def _repeated_deaths_error(deployment: Deployment, event: WpgLost) -> ErrorInfo:
 
 
 def _pause(step: Step, deployment: Deployment) -> None:
-    """Have a WPG rebuilt later, since what it died of may be over then."""
+    """Delay the rebuild of a WPG, because the cause of its deaths may be temporary."""
     pause_s = min(FIRST_PAUSE_S * 2.0 ** (deployment.wpg.losses - 2), MAX_PAUSE_S)
     deployment.wpg.put_off(step.now_s + pause_s)
     step.set_timer(f"rebuild/{deployment.name}", deployment.wpg.retry_at_s)
@@ -445,10 +444,7 @@ def _pause(step: Step, deployment: Deployment) -> None:
 
 
 def _is_out_of_reach(deployment: Deployment, event: WpgLost) -> bool:
-    """Whether a WPG could not start because a node could not fetch the seal.
-
-    This does not count as a loss of the WPG.
-    """
+    """Whether a WPG could not start only because a node could not fetch the seal."""
     if not deployment.wpg.base or event.error.code is not Code.UNAVAILABLE:
         return False
     return event.node not in holders.nodes_with_part(deployment, deployment.nodes.index(event.node))
@@ -462,7 +458,7 @@ def _cannot_start(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
 
 
 def _cannot_be_rebuilt(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
-    """Have a deployment's job fall back to its checkpoint, or fail where that cannot be read."""
+    """Let a deployment's job fall back to its checkpoint, or fail if that cannot be read either."""
     if deployment.wpg.is_trial:
         _cannot_start(step, deployment, error)
         return
@@ -481,10 +477,10 @@ def _running_ops(deployment: Deployment) -> list[Op]:
 
 
 def _fail_culprits(step: Step, deployment: Deployment, ops: list[Op], error: ErrorInfo) -> None:
-    """Fail the operations that killed their WPG again and again; the job goes on without them.
+    """Fail the operations that keep killing their WPG; the job continues without them.
 
-    There is usually one, since an operation that ran in a loss runs alone after it. There are more
-    only where the first loss is already one too many.
+    There is usually one, because an operation that was running at a loss runs alone afterwards.
+    There are more only if the first loss is already one too many.
     """
     given_up = ErrorInfo(
         Code.ABORTED,
@@ -497,7 +493,7 @@ def _fail_culprits(step: Step, deployment: Deployment, ops: list[Op], error: Err
 
 
 def _lose_node(step: Step, deployment: Deployment, node: NodeId) -> None:
-    """Note that no rank of a WPG is alive on this node: the WPG is killed on its other nodes."""
+    """Record that no rank of a WPG is alive on this node, and kill the WPG on its other nodes."""
     if deployment.wpg.state in _ALIVE:
         _record_death(step, deployment)
         _send_kill(step, deployment, but=node)
@@ -506,7 +502,7 @@ def _lose_node(step: Step, deployment: Deployment, node: NodeId) -> None:
 
 
 def _send_kill(step: Step, deployment: Deployment, *, but: NodeId | None = None) -> None:
-    """Have the ranks of a dead WPG killed; `lost` is called when they are dead.
+    """Kill the remaining ranks of a dead WPG; `lost` runs when they are dead.
 
     Args: but: a node on which no rank is alive.
     """
@@ -517,7 +513,7 @@ def _send_kill(step: Step, deployment: Deployment, *, but: NodeId | None = None)
 
 
 def _record_death(step: Step, deployment: Deployment) -> None:
-    """Note the death of a WPG: its devices are freed, and its running operations queued again."""
+    """Record the death of a WPG: free its devices and queue its running operations again."""
     if deployment.wpg.state in _ALIVE:
         step.advance_wpg(deployment, WpgEvent.DIED)
         deployment.wpg.starting_on = []
@@ -529,9 +525,10 @@ def _record_death(step: Step, deployment: Deployment) -> None:
 
 
 def rebuild(step: Step, deployment: Deployment, error: ErrorInfo | None) -> None:
-    """Kill an incarnation in which a mutating operation failed half-way; `lost` starts the next.
+    """Kill an incarnation in which a mutating operation failed half-way; `lost` starts the next
+    one.
 
-    Where data is lost, or losses are too many, the job falls back to its checkpoint or fails.
+    If data is lost, or the WPG has died too often, the job falls back to its checkpoint or fails.
     """
     is_lost = error is not None and error.code is Code.DATA_LOSS
     if is_lost and error is not None and deployment.wpg.state in _REBUILDING:
@@ -549,15 +546,15 @@ def rebuild(step: Step, deployment: Deployment, error: ErrorInfo | None) -> None
 
 
 def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
-    """Stop a WPG for good.
+    """Stop a WPG permanently.
 
-    Args: forget: whether its nodes drop its seals and weights versions too.
+    Args: forget: whether its nodes also drop its seals and weights versions.
     """
     if deployment.wpg.state is WpgState.STOPPED:
         return
     devices.vacate(step, deployment)
     if deployment.wpg.assignments and deployment.wpg.state is WpgState.LOST:
-        # Its loss is confirmed already: a new number tells the confirmation of this stop apart.
+        # Its death is already confirmed. A new number distinguishes the confirmation of this stop.
         deployment.wpg.next_incarnation()
     nodes = holders.nodes_with(deployment) if forget else deployment.nodes
     if forget:
