@@ -70,7 +70,7 @@ class Contenders(NamedTuple):
 
     options: list[Option]
     """Admitted operations: the policy chooses among these."""
-    rest: list[Option]
+    held_back: list[Option]
     """The holder's operations after its quantum. They run if none of `options` can start."""
     lets_in_s: float
     """When the operations of other jobs are admitted."""
@@ -93,7 +93,7 @@ def choose(step: Step, slot: Slot) -> tuple[Deployment | None, float]:
     """
     among = contenders_on(step, slot)
     again_s, may_wait = among.lets_in_s, among.may_wait
-    for group in (among.options, among.rest):
+    for group in (among.options, among.held_back):
         options = group
         while options:
             preferred = prefer(step, slot, options, may_wait=may_wait)

@@ -281,13 +281,13 @@ def _describe_running(step: Step, asker: Deployment, name: str) -> str:
 def _queue_on(step: Step, slot: Slot) -> Queue:
     among = choice.contenders_on(step, slot)
     every = list(ready.options_on(step, slot))
-    first = [*among.options, *among.rest]
+    first = [*among.options, *among.held_back]
     later = [option for option in every if option[0] not in [d for d, _ in first]]
     claimant = devices.claimant(step, slot)
     queue: Queue = []
     for options, suffix in (
         (among.options, ""),
-        (among.rest, "; its quantum is over"),
+        (among.held_back, "; its quantum is over"),
         (later, ""),
     ):
         remaining = [option for option in options if option[0] is not claimant]
