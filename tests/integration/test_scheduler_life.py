@@ -207,7 +207,7 @@ async def store_snapshot(bus: Bus, core_version: int, *, is_last: bool) -> None:
 @pytest.mark.usefixtures("environment")
 @pytest.mark.parametrize(
     ("is_last", "remedy"),
-    [(False, "and stop it by SIGTERM"), (True, "end its jobs")],
+    [(False, "then stop it with SIGTERM"), (True, "finish its jobs")],
     ids=["of-one-that-was-killed", "of-a-later-version"],
 )
 async def test_scheduler_refuses_a_snapshot_of_another_core_version(

@@ -66,13 +66,13 @@ def test_board_forgets_what_left_the_window() -> None:
 
 def test_board_shows_jobs_with_their_state_and_notices() -> None:
     dashboard = board_of(shared())
-    moving = "to t1: once save_state 3 is durable"
+    moving = "to t1: waiting for save_state 3 to become durable"
     deployments = [DeploymentStatus("policy", "train", "t0", "ready", 1, 4, moving=moving)]
     dashboard.view("demo.a", encode(JobStatus("a", "active", deployments)))
     dashboard.view("demo.c", encode(JobStatus("c", "done")))
     dashboard.notice(Notice("router", "refused", "too large", "demo.a.policy.9"))
     rows = shown(dashboard, 132.0)
-    where = "policy ready t0 (moves to t1: once save_state 3 is durable)"
+    where = "policy ready t0 (moves to t1: waiting for save_state 3 to become durable)"
     assert [cell.strip() for cell in rows["demo.a"]][:3] == ["demo.a", "active", where]
     assert "demo.c" not in rows, "ended, and nothing of it in the window"
     assert rows["router"][-1].strip() == "too large"

@@ -588,7 +588,7 @@ def test_wpg_that_dies_again_and_again_while_nothing_runs_fails_its_job_after_pa
     assert job.state is JobState.FAILED
     assert job.error is not None
     assert job.error.code is Code.ABORTED
-    assert "of policy died 4 times, and completed no operation in between" in job.error.message
+    assert "of policy died 4 times without completing an operation" in job.error.message
     assert "log" in job.error.remedy
     world.check_replay(snapshot_every=1)
 

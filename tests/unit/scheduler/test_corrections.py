@@ -262,9 +262,9 @@ def test_sharing_that_loses_stops_by_itself() -> None:
     assert beside_s(corrected, 100, 150) == 0.0
     assert max(end for _, end, _ in corrected.runs) < max(begin for begin, _, _ in as_it_is.runs)
     (line,) = slower(corrected)
-    assert line.startswith("device 0 of d0: train beside train takes at least ")
-    assert "times as long as the table of slowdowns says, by " in line
-    assert [reason for reason in told(corrected) if "train beside train" in reason]
+    assert line.startswith("device 0 of d0: train next to train takes at least ")
+    assert "times as long as the table of slowdowns says, according to " in line
+    assert [reason for reason in told(corrected) if "train next to train" in reason]
     assert not as_it_is.core.state.observed
     corrected.check_replay()
 

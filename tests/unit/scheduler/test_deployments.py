@@ -116,7 +116,7 @@ def test_drained_job_ends_done_once_what_was_open_has_ended() -> None:
         "t.a.sampler.rone": COMPLETED,
     }
     refusal = error_of(world, key("policy", 3))
-    assert (refusal.code, "the job is draining" in refusal.message) == (
+    assert (refusal.code, "is draining" in refusal.message) == (
         Code.FAILED_PRECONDITION,
         True,
     )
@@ -148,8 +148,8 @@ def test_operation_behind_what_was_never_published_does_not_hold_a_drain_up() ->
         "t.a.sampler.1": FAILED,
         "t.a.sampler.rone": FAILED,
     }
-    assert "policy 2, which comes first" in error_of(world, key("policy", 3)).message
-    assert "the job is draining" in error_of(world, key("policy", 2)).message
+    assert "policy 2, which must run first" in error_of(world, key("policy", 3)).message
+    assert "is draining" in error_of(world, key("policy", 2)).message
     assert world.core.state.jobs["t.a"].state is JobState.DONE
 
 

@@ -649,7 +649,7 @@ def test_waiting_operation_knows_for_whom_the_device_is_kept() -> None:
     declare(world, "a", is_open=True)
     advance(world, run_of(world, "a.sampler.1")[1] - world.now_s + 0.25)
     lines, place, start_s = standing(world, "b.sampler.1")
-    assert lines == ["device 0 of r0, which is kept 0.75 s for job t.a, which has declared a phase"]
+    assert lines == ["device 0 of r0, kept for 0.75 s for job t.a, which has declared a phase"]
     assert place == 1
     assert start_s == pytest.approx(0.77, abs=0.01)
 

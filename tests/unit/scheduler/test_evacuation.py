@@ -320,7 +320,7 @@ def test_copy_on_a_drained_node_is_made_again_elsewhere_and_then_it_may_be_switc
     told_at_once = status(world, "t1")
     assert told_at_once.deployments == []
     (why,) = told_at_once.waits_for
-    assert "t2 is fetching one" in why
+    assert "t2 is fetching a copy" in why
     world.run()
     assert status(world, "t1").waits_for == []
     train(world, 3, 4)
@@ -351,7 +351,7 @@ def test_copy_that_fails_is_tried_on_another_node_later() -> None:
     status(world, "t1")
     after(world, 1.0)
     (why,) = status(world, "t1").waits_for
-    assert "t2 could not take one, another try in" in why
+    assert "t2 could not take a copy, next try in" in why
     world.mirror_error = None
     world.run()
     assert status(world, "t1").waits_for == []
@@ -424,7 +424,7 @@ def test_version_of_a_deleted_policy_is_copied_from_its_drained_node() -> None:
     world = retaining()
     (why,) = status(world, "t0").waits_for
     assert "weights version t.a.policy.6" in why
-    assert "r0 is fetching one" in why, "where it is read"
+    assert "r0 is fetching a copy" in why, "where it is read"
     (*_, mirror) = [c for c in world.commands if isinstance(c, MirrorState)]
     assert (mirror.node, mirror.sources, mirror.seal_seq) == ("r0", ["t0:1"], 0)
     assert mirror.keeps is not None

@@ -153,7 +153,7 @@ def test_mutating_operation_that_runs_cannot_be_cancelled() -> None:
     until_permitted(world, key("policy", 1))
     error = refused(cancel(world, key("policy", 1)))
     assert error.code is Code.FAILED_PRECONDITION
-    assert "runs already" in error.message
+    assert "is already running" in error.message
     world.kill(POLICY)  # now it may or may not have taken effect
     assert refused(cancel(world, key("policy", 1))).code is Code.FAILED_PRECONDITION
     world.run()

@@ -233,7 +233,7 @@ def test_waiting_operation_knows_for_what_the_policy_leaves_the_device_idle(
     op = waiting.queue.operations[1]
     (line,) = explain.waiting_reasons(step, waiting, op)
     place, start_s = explain.queue_position(step, waiting, op)
-    assert line.startswith("device 0 of t0, which waits up to ")
+    assert line.startswith("device 0 of t0, kept idle up to ")
     assert line.endswith(f"s for job t.a: {why}")
     assert place == 1
     world.run()

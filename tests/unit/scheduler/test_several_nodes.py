@@ -178,9 +178,7 @@ def test_permits_follow_when_the_activation_is_open_on_every_node() -> None:
     state = world.core.state
     step = Step(state, state.sequence, world.now_s)
     why = explain.explain(step, policy, policy.queue.operations[1])
-    assert why.waits_for == [
-        f"its activation, which is not open yet on {policy.activation.opening_on[0]}"
-    ]
+    assert why.waits_for == [f"its activation to open on {policy.activation.opening_on[0]}"]
     world.run()
     assert world.done == {"t.a01.policy.1": Outcome.COMPLETED}
     world.check_replay()
@@ -526,7 +524,8 @@ def test_what_runs_ends_and_what_comes_waits_and_is_told_why() -> None:
     state = world.core.state
     step = Step(state, state.sequence, world.now_s)
     why = explain.explain(step, sampler, sampler.queue.unordered["rtwo"])
-    assert why.waits_for == ["the move of its deployment to r3: once what runs has ended"]
+    (reason,) = why.waits_for
+    assert reason == "the move of its deployment to r3: waiting for running operations to end"
     world.run()
     assert [op for _, _, op in world.runs] == ["t.a0.sampler.rone", "t.a0.sampler.rtwo"]
     assert sampler.nodes == ["r3"]

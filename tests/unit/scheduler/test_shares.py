@@ -148,7 +148,7 @@ def test_who_waits_is_told_that_a_part_of_the_device_was_asked_for() -> None:
     (op,) = waiting.queue.operations.values()
     found = explain(Step(state, state.sequence + 1, world.now_s), waiting, op)
     assert found.waits_for == [
-        "device 0 of d0, which runs t.a.policy.1; it was asked for a part of the device"
+        "device 0 of d0, which runs t.a.policy.1; it was asked to give up part of the device"
     ]
 
 

@@ -149,8 +149,8 @@ def test_deployment_that_is_to_move_runs_on_while_its_checkpoint_is_written() ->
     assert set(outcomes(w)) == {1, 2, *range(4, 14)}
     here = evacuation.status(Step(w.core.state, w.core.state.sequence, w.now_s), NodeId("t0"))
     (why,) = here.waits_for
-    assert why == f"{POLICY} moves to t1: once save_state 3 is durable"
-    assert policy_view(w) == "to t1: once save_state 3 is durable"
+    assert why == f"{POLICY} moves to t1: waiting for save_state 3 to become durable"
+    assert policy_view(w) == "to t1: waiting for save_state 3 to become durable"
     w.run()
     assert outcomes(w)[3] is Outcome.COMPLETED
     assert w.core.state.deployments[str(POLICY)].nodes == ["t1"]
@@ -169,7 +169,8 @@ def test_further_checkpoint_waits_for_the_move_that_waits_for_the_one_before() -
     policy = w.core.state.deployments[str(POLICY)]
     step = Step(w.core.state, w.core.state.sequence, w.now_s)
     why = explain(step, policy, policy.queue.operations[5])
-    assert why.waits_for == ["the move of its deployment to t1: once save_state 3 is durable"]
+    move = "the move of its deployment to t1"
+    assert why.waits_for == [f"{move}: waiting for save_state 3 to become durable"]
     w.run()
     assert set(outcomes(w).values()) == {Outcome.COMPLETED}
     assert policy.nodes == ["t1"]

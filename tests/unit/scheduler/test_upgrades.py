@@ -69,7 +69,7 @@ def test_core_goes_on_from_the_last_snapshot_of_an_older_version() -> None:
 @pytest.mark.parametrize("led_since", [None, OLDER, PRESENT + 1])
 def test_snapshot_is_refused_where_another_version_has_decided_since(led_since: int | None) -> None:
     payload = snapshot(running(), OLDER, unchanged)
-    with pytest.raises(ResourceError, match="has not stopped in order") as caught:
+    with pytest.raises(ResourceError, match="has not stopped cleanly") as caught:
         Core.restore(payload, led_since=led_since, upgrades={OLDER: unchanged})
     assert caught.value.info.code is Code.FAILED_PRECONDITION
     last = OLDER if led_since is None else led_since
@@ -78,7 +78,7 @@ def test_snapshot_is_refused_where_another_version_has_decided_since(led_since: 
 
 @pytest.mark.usefixtures("present")
 def test_own_snapshot_is_refused_where_a_later_version_has_decided_since() -> None:
-    with pytest.raises(ResourceError, match="has not stopped in order"):
+    with pytest.raises(ResourceError, match="has not stopped cleanly"):
         Core.restore(running().snapshot(), led_since=PRESENT + 1)
 
 

@@ -13,7 +13,7 @@ from phaseloom.console.core.wire import Decision
 
 ROUTINE = frozenset(
     {
-        "copied again",
+        "copy requested",
         "deployment deleted",
         "deployment moved",
         "job done",

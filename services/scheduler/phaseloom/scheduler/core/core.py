@@ -148,27 +148,28 @@ class Core:
         # Folding the rest of the log here could decide otherwise than the last leader did.
         if last not in (0, CORE_VERSION):
             raise ResourceError(
-                f"a scheduler of core version {last} has not stopped in order, and this one is of "
-                f"{CORE_VERSION}: what the other has decided since its last snapshot is not known",
+                f"a scheduler of core version {last} has not stopped cleanly, and this one has "
+                f"core version {CORE_VERSION}: decisions since the last snapshot are unknown",
                 code=Code.FAILED_PRECONDITION,
-                remedy=f"start a scheduler of core version {last} again, and stop it by SIGTERM",
+                remedy=f"start a scheduler of core version {last} again, then stop it with SIGTERM",
             )
         if core_version == CORE_VERSION:
             return cls(_decode(payload, Snapshot).state)
         tree = _decode(payload, _AnySnapshot).state
         if not upgrade(tree, core_version, CORE_VERSION, upgrades):
             raise ResourceError(
-                f"snapshot of core version {core_version}, this is {CORE_VERSION}",
+                f"cannot read a snapshot of core version {core_version}; this scheduler has core "
+                f"version {CORE_VERSION}",
                 code=Code.FAILED_PRECONDITION,
-                remedy=f"let the scheduler of core version {core_version} end its jobs, stop the "
-                "mesh, and start this one on a bus without its streams and buckets",
+                remedy=f"let the scheduler of core version {core_version} finish its jobs, stop "
+                "the mesh, and start this one on a bus without the old streams and buckets",
             )
         try:
             return cls(msgspec.convert(tree, State))
         except msgspec.ValidationError as error:
             raise InternalError(
-                f"the tree of core version {core_version} does not become one of {CORE_VERSION}: "
-                f"{error}"
+                f"the upgrade from core version {core_version} to {CORE_VERSION} gives an invalid "
+                f"state: {error}"
             ) from None
 
 
@@ -180,7 +181,7 @@ def _decode(payload: bytes, kind: type[S]) -> S:
     try:
         return msgspec.msgpack.decode(payload, type=kind)
     except msgspec.DecodeError as error:
-        raise ResourceError(f"snapshot unreadable: {error}", code=Code.DATA_LOSS) from None
+        raise ResourceError(f"cannot read the snapshot: {error}", code=Code.DATA_LOSS) from None
 
 
 def _follow_up(step: Step) -> None:

@@ -22,7 +22,9 @@ def validate(state: State) -> None:
         _check_claims(state, node)
     waiting_jobs = [name for name, job in state.jobs.items() if job.state is JobState.SUBMITTED]
     member_names = [member.job for member in state.cluster.waiting]
-    assert sorted(member_names) == sorted(waiting_jobs), "not every job that waits is known to"
+    assert sorted(member_names) == sorted(waiting_jobs), (
+        "placement does not know exactly the waiting jobs"
+    )
     groups.validate(state.cluster)
     _check_hosts(state)
     _check_pins(state)
@@ -34,7 +36,9 @@ def _check_hosts(state: State) -> None:
     """Check that placement's view of the cluster agrees with the nodes."""
     drained = {name for name, leave in state.closing.items() if leave.is_drained}
     up = {name: node.is_up and name not in drained for name, node in state.nodes.items()}
-    assert up == {name: host.is_up for name, host in state.cluster.hosts.items()}, "up or down"
+    assert up == {name: host.is_up for name, host in state.cluster.hosts.items()}, (
+        "nodes and hosts disagree on what is up"
+    )
     for name, host in state.cluster.hosts.items():
         leaving = [d.name for d in state.deployments.values() if name in _nodes_left(d)]
         assert sorted(host.leaving) == sorted(leaving), f"{name} waits for {host.leaving} to leave"
@@ -49,14 +53,18 @@ def _check_pins(state: State) -> None:
     nodes."""
     living = [n for n, job in state.jobs.items() if job.state not in JOB_ENDED]
     placed = [name for name in living if state.jobs[name].state is not JobState.SUBMITTED]
-    assert sorted(placed) == sorted(state.cluster.placed), "jobs have other places than groups say"
+    assert sorted(placed) == sorted(state.cluster.placed), (
+        "jobs and groups disagree on what is placed"
+    )
     for deployment in state.deployments.values():
         job = str(deployment.key.job_key)
         if job in state.cluster.placed and deployment.wpg.state is not WpgState.STOPPED:
             pins = groups.group_of(state.cluster, job).members[job].nodes[deployment.spec.pool]
             moving = deployment.move.relocation
             nodes = {assigned.node for assigned in deployment.destination}
-            assert nodes <= set(pins), f"{deployment.name}: is or goes to {nodes}, beside {pins}"
+            assert nodes <= set(pins), (
+                f"{deployment.name}: is on or moves to {nodes}, pinned to {pins}"
+            )
             is_known = deployment.name in state.moving
             assert is_known == (moving is not None), f"{deployment.name}: its move is forgotten"
 
@@ -71,7 +79,7 @@ def _check_slot(state: State, slot: Slot, memory_bytes: int) -> None:
     assert set(slot.ready) <= set(slot.placed), f"{label}: ready but not placed"
     jobs = {str(state.deployments[name].key.job_key) for name in slot.placed}
     for seen in (slot.served, slot.rounds):
-        assert set(seen) <= jobs, f"{label}: a job that has left is not forgotten"
+        assert set(seen) <= jobs, f"{label}: remembers a job that has left"
     for name in slot.runs:
         deployment = state.deployments[name]
         has_turn = deployment.activation.running or deployment.activation.is_opening
@@ -90,7 +98,7 @@ def _check_shares(state: State, slot: Slot, label: str) -> None:
     assert slot.running == slot.shares[0].deployment, f"{label}: {slot.running} has no share"
     assert len(set(slot.runs)) == len(slot.runs), f"I3 {label}: two shares of one deployment"
     assert len(set(units)) == len(units), f"I3 {label}: shares overlap {slot.shares}"
-    assert set(units) <= set(every), f"I3 {label}: shares of units that it does not have"
+    assert set(units) <= set(every), f"I3 {label}: shares of units that the device lacks"
     for share in slot.shares:
         assert share.units, f"I3 {label}: {share.deployment} runs with no unit"
         assert set(share.asked) < set(share.units) or not share.asked, f"I3 {label}: {share}"
@@ -126,7 +134,7 @@ def _check_running(state: State, deployment: Deployment) -> None:
         running = sorted(deployment.activation.running)
         assert sorted(op.key for op in permitted) == running, f"{name}: permitted, not running"
     if any(op.is_mutating for op in permitted):
-        assert len(permitted) == 1, f"I1 {name}: a mutating operation beside others"
+        assert len(permitted) == 1, f"I1 {name}: a mutating operation runs with others"
     for op in permitted:
         _check_order(deployment, op)
     if deployment.activation.running:

@@ -398,7 +398,7 @@ def refused(step: Step, event: ActivationRefused) -> None:
 
 def _switch_in_error(error: ErrorInfo, refusals: int) -> ErrorInfo:
     return replace(
-        error, message=f"its state could not be switched in ({refusals} times): {error.message}"
+        error, message=f"switching its state in failed {refusals} times: {error.message}"
     )
 
 

@@ -71,13 +71,13 @@ def not_open_error(deployment: Deployment, key: OperationKey) -> ErrorInfo:
             Code.FAILED_PRECONDITION,
             f"{key} has ended",
             field="slot",
-            remedy="ask `result.get` for its outcome",
+            remedy="call `result.get` for its outcome",
         )
     return ErrorInfo(
         Code.NOT_FOUND,
         f"{key} is not open",
         field="slot",
-        remedy="was it published? `result.get` tells the outcome of one that has ended",
+        remedy="check that it was published; if it has ended, `result.get` returns its outcome",
     )
 
 
@@ -85,17 +85,17 @@ def _waits_for(step: Step, deployment: Deployment, op: Op) -> list[str]:
     """Everything that must happen before the operation can wait for a device."""
     lines = _job_reasons(step, deployment)
     if op.is_settling:
-        lines.append("what is stored as its outcome, which is being looked up")
+        lines.append("its stored outcome, which is being looked up")
     before = _first_blocking_seq(deployment, op)
     if before is not None:
         lines.append(f"{_op_name(deployment, before)}, which comes first")
     for after in op.after:
         dependency = step.deployment(DeploymentKey(op.key.tenant, op.key.job, after.deployment))
         if dependency is not None and not dependency.queue.is_done(after.seq):
-            lines.append(f"{_op_name(dependency, after.seq)}, which `after` names")
+            lines.append(f"{_op_name(dependency, after.seq)}, named in `after`")
     publish = reads.running_publish(step, op)
     if publish is not None:
-        lines.append(f"{publish.key}, whose version it names")
+        lines.append(f"{publish.key}, which publishes the version that it reads")
     if deployment.wpg.state is not WpgState.READY:
         lines.append(f"the workers of {deployment.key.deployment}: {_why_not_up(step, deployment)}")
     return lines
@@ -106,8 +106,8 @@ def _why_not_up(step: Step, deployment: Deployment) -> str:
     pause_s = wpg.retry_at_s - step.now_s
     if wpg.state is not WpgState.LOST or wpg.error is None or pause_s <= 0:
         return wpg.state
-    died = f"they died {wpg.losses} times ({wpg.error.message})"
-    return f"{died}, and are started again in {pause_s:.1f} s"
+    died = f"died {wpg.losses} times ({wpg.error.message})"
+    return f"{died}; restart in {pause_s:.1f} s"
 
 
 def _job_reasons(step: Step, deployment: Deployment) -> list[str]:
@@ -115,9 +115,9 @@ def _job_reasons(step: Step, deployment: Deployment) -> list[str]:
     reason = f": {job.error.message}" if job.error else ""
     match job.state:
         case JobState.SUBMITTED:
-            return [f"a place for job {job.key}{reason}"]
+            return [f"nodes for job {job.key}{reason}"]
         case JobState.ROLLED_BACK:
-            return [f"a controller that attaches{reason}"]
+            return [f"a controller to attach{reason}"]
         case _:
             return []
 
@@ -175,16 +175,18 @@ def waiting_reasons(step: Step, deployment: Deployment, op: Op) -> list[str]:
     """Why an operation does not run although it waits for no other operation; one line each."""
     if deployment.activation.retry_at_s > step.now_s:
         pause_s = deployment.activation.retry_at_s - step.now_s
-        return [f"a pause of {pause_s:.2f} s after a switch or a permit that came back"]
+        return [f"the end of a pause of {pause_s:.2f} s after a failed switch or a returned permit"]
     if not ready.is_reachable(step, deployment, op):
         return [f"weights version {op.version}, which is being rebuilt"]
     if deployment.activation.running and op.is_mutating:
-        return [f"{_describe_running(step, deployment, deployment.name)}: it runs alone"]
+        return [
+            f"{_describe_running(step, deployment, deployment.name)}, because it must run alone"
+        ]
     if moves.is_paused(deployment) or moves.must_wait(deployment, op):
         return [f"the move of its deployment {moves.describe(deployment)}"]
     if deployment.activation.is_opening:
         nodes = ", ".join(deployment.activation.opening_on)
-        return [f"its activation, which is not open yet on {nodes}"]
+        return [f"its activation to open on {nodes}"]
     lines = []
     for slot in devices.slots_of(step, deployment):
         lines += _device_reasons(step, deployment, slot)
@@ -197,21 +199,21 @@ def _device_reasons(step: Step, deployment: Deployment, slot: Slot) -> list[str]
     for name in slot.runs:
         share = slot.share_of(name)
         is_asked = share is not None and bool(share.asked)
-        suffix = "; it was asked for a part of the device" if is_asked else ""
+        suffix = "; it was asked to give up part of the device" if is_asked else ""
         lines.append(f"{label}, which runs {_describe_running(step, deployment, name)}{suffix}")
     claimant = devices.claimant(step, slot)
     if claimant is not None and claimant is not deployment:
-        lines.append(f"{label}, which {_named(deployment, claimant.name)} has claimed")
+        lines.append(f"{label}, claimed by {_named(deployment, claimant.name)}")
     until_s = _held_s(step, slot, deployment)
     if until_s > step.now_s and not slot.running:
         left_s = until_s - step.now_s
         lines.append(
-            f"{label}, which is kept {left_s:.2f} s for {_describe_holder(step, deployment, slot)}"
+            f"{label}, kept for {left_s:.2f} s for {_describe_holder(step, deployment, slot)}"
         )
     wait = _wait_on(step, slot)
     if wait is not None and wait.job != deployment.job_name:
         left_s, job_name = wait.until_s - step.now_s, _job_name(deployment, wait.job)
-        lines.append(f"{label}, which waits up to {left_s:.2f} s for {job_name}: {wait.why}")
+        lines.append(f"{label}, kept idle up to {left_s:.2f} s for {job_name}: {wait.why}")
     for name in slot.resident:
         if step.state.deployments[name].durability.sealing:
             lines.append(f"{label}, while {_named(deployment, name)} is being sealed")
@@ -221,7 +223,7 @@ def _device_reasons(step: Step, deployment: Deployment, slot: Slot) -> list[str]
 def _named(asker: Deployment, name: str) -> str:
     """The name of a deployment or operation, unless it is another tenant's."""
     is_own = name.startswith(f"{asker.key.tenant}.")
-    return name if is_own else "one of another tenant"
+    return name if is_own else "another tenant's work"
 
 
 def _job_name(asker: Deployment, name: str) -> str:
@@ -247,7 +249,7 @@ def _describe_holder(step: Step, asker: Deployment, slot: Slot) -> str:
         return f"{job_name}, whose quantum is not over"
     if ready.has_phase(step, job, slot):
         return f"{job_name}, which has declared a phase"
-    return f"{job_name}, whose next operation may come"
+    return f"{job_name}, whose next operation may come soon"
 
 
 def _held_s(step: Step, slot: Slot, deployment: Deployment) -> float:
@@ -307,7 +309,7 @@ def _ordered(step: Step, slot: Slot, options: list[choice.Option]) -> Queue:
     remaining, queue = list(view.candidates), []
     while remaining:
         chosen = policy.choose(replace(view, candidates=remaining))
-        assert not isinstance(chosen, Wait), f"{step.config.ordering} waits unasked"
+        assert not isinstance(chosen, Wait), f"{step.config.ordering} waits although it may not"
         queue.append((chosen, policy.why(chosen, view)))
         remaining.remove(chosen)
     return queue

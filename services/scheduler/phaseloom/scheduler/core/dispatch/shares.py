@@ -120,7 +120,7 @@ def give_share(step: Step, deployment: Deployment) -> None:
         is_alone = step.job_of(deployment).spec.exclusive
         if _is_divisible(step, deployment) and not is_alone:
             counts = _counts(step, slot, [_claim_of(step, deployment)])
-            assert counts is not None, f"{deployment.name}: no share though it is alone"
+            assert counts is not None, f"{deployment.name} runs alone and got no share"
             free = free[: counts[0]]
         devices.give_share(slot, deployment, free)
 
@@ -209,7 +209,7 @@ def _choose_neighbour(
     patience_s = step.config.quantum_s or MIN_PATIENCE_S
     while options:
         preferred = choice.prefer(step, slot, options, may_wait=False)
-        assert not isinstance(preferred, Wait), f"{step.config.ordering} waits unasked"
+        assert not isinstance(preferred, Wait), f"{step.config.ordering} waits although it may not"
         deployment, op = preferred
         if _fits(step, slot, deployment) and not _is_excluded(step, deployment, running):
             newcomer = _claim_of(step, deployment, op)
@@ -539,8 +539,8 @@ def _describe_slower(step: Step, slot: Slot) -> dict[Pair, str]:
         if factor > 1 + MARGIN:
             count = sum(finding.count for finding in findings[stage, neighbour])
             lines[stage, neighbour] = (
-                f"{stage} beside {neighbour} takes at least {factor:.2f} times as long as the "
-                f"table of slowdowns says, by {count:.0f} operations"
+                f"{stage} next to {neighbour} takes at least {factor:.2f} times as long as the "
+                f"table of slowdowns says, according to {count:.0f} operations"
             )
     return lines
 

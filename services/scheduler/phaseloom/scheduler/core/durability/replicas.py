@@ -129,7 +129,7 @@ def _copy_part(step: Step, deployment: Deployment, part: int) -> None:
     revision = step.node(node).revision
     copying = Copying(node, revision, command, part, failures=failures)
     deployment.durability.begin_copying(copying)
-    step.notify("copied again", f"{node}, from a node that is left", deployment.name)
+    step.notify("copy requested", f"{node} replaces a node that is being vacated", deployment.name)
 
 
 def _copy_retained(step: Step, job: Job, version: VersionKey) -> None:
@@ -165,7 +165,7 @@ def _copy_retained(step: Step, job: Job, version: VersionKey) -> None:
         retention.release_at(step, [before.node], [version])  # it may have the version nevertheless
     copying = Copying(node, step.node(node).revision, command, failures=failures)
     job.versions.begin_copying(name, copying)
-    step.notify("copied again", f"{node}, from a node that is left", name)
+    step.notify("copy requested", f"{node} replaces a node that is being vacated", name)
 
 
 def _newest_incarnation(step: Step, job: Job, version: VersionKey) -> int:
@@ -247,7 +247,7 @@ def _failed(step: Step, copying: Copying, event: StateMirrored, subject: str) ->
     copying.failures += 1
     copying.retry_at_s = step.now_s + holders.retry_pause_s(copying.failures)
     step.set_timer(f"copies/{step.sequence}", copying.retry_at_s)
-    step.notify("not copied", f"{event.node}: {event.error.message}", subject)
+    step.notify("copy failed", f"{event.node}: {event.error.message}", subject)
 
 
 # --- description ---------------------------------------------------------------------------------
@@ -261,13 +261,13 @@ def describe_needed_copies(step: Step, node: NodeId) -> list[str]:
         for part in _parts_at_risk(step, deployment):
             if node in holders.nodes_with_part(deployment, part) and node not in deployment.nodes:
                 seal_seq = deployment.durability.seal_seq
-                line = f"{deployment.name}: a copy of its seal at {seal_seq} counts here"
+                line = f"{deployment.name} needs the copy of its seal at {seal_seq} on this node"
                 copying = next((c for c in deployment.durability.copying if c.part == part), None)
                 lines.append(f"{line}; {_progress(step, deployment, copying)}")
     for _, job in sorted(step.state.jobs.items()):
         for version in _retained_at_risk(step, job):
             if node in job.versions.retained[str(version)]:
-                line = f"weights version {version}, which nobody can make again, is here"
+                line = f"weights version {version} is only here and cannot be made again"
                 copying = job.versions.copying.get(str(version))
                 lines.append(f"{line}; {_progress(step, None, copying)}")
     return lines
@@ -275,10 +275,10 @@ def describe_needed_copies(step: Step, node: NodeId) -> list[str]:
 
 def _progress(step: Step, deployment: Deployment | None, copying: Copying | None) -> str:
     if deployment is not None and not _is_idle(deployment):
-        return "another one is being made"
+        return "another copy is being made"
     if copying is None:
-        return "there is no other node that could take one"
+        return "no other node can take a copy"
     if copying.has_failed:
         left_s = max(0.0, copying.retry_at_s - step.now_s)
-        return f"{copying.node} could not take one, another try in {left_s:.0f} s"
-    return f"{copying.node} is fetching one"
+        return f"{copying.node} could not take a copy, next try in {left_s:.0f} s"
+    return f"{copying.node} is fetching a copy"

@@ -94,7 +94,7 @@ def seal(step: Step, deployment: Deployment) -> None:
     durability = step.job_of(deployment).spec.durability
     replicas = _choose_replicas(step, deployment) if durability is Durability.REMOTE else {}
     if replicas is None:
-        step.notify("not sealed", "no other node is there to keep a copy of it", deployment.name)
+        step.notify("not sealed", "no other node can keep a copy", deployment.name)
         deployment.durability.skip_seal()
         return
     # These nodes may keep a part even if the seal as a whole fails.
@@ -245,7 +245,7 @@ def failed(step: Step, event: SealFailed) -> None:
     deployment = step.deployment(event.deployment)
     if deployment is None or event.node not in deployment.nodes:
         return
-    step.notify("seal failed, the previous one stands", event.error.message, deployment.name)
+    step.notify("seal failed, the previous seal remains", event.error.message, deployment.name)
     if event.seq != deployment.durability.seal_asked:
         return  # another node failed first, and this seal was given up then
     deployment.durability.seal_failed()

@@ -50,7 +50,7 @@ def _refusal(
     if op.is_mutating and (op.state is OpState.PERMITTED or op.uncertain):
         return ErrorInfo(
             Code.FAILED_PRECONDITION,
-            f"{event.key} runs already, and changes the state of its deployment",
+            f"{event.key} is already running and changes the state of its deployment",
             remedy="wait for its outcome",
         )
     return None

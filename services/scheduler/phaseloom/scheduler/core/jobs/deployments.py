@@ -56,9 +56,9 @@ def create(step: Step, job: Job, spec: DeploymentSpec) -> ErrorInfo | None:
     if any(existing.name == spec.name for existing in job.spec.deployments):
         return ErrorInfo(
             Code.ALREADY_EXISTS,
-            f"job {job.key} has a deployment {spec.name!r}",
+            f"job {job.key} already has a deployment {spec.name!r}",
             field="spec.name",
-            remedy="choose another name, or delete that one",
+            remedy="choose another name, or delete the existing deployment",
         )
     assignments: list[RankAssignment] = []
     if job.state is not JobState.SUBMITTED:
@@ -90,7 +90,7 @@ def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
             Code.FAILED_PRECONDITION,
             f"{name!r} is the only deployment of job {job.key}",
             field="deployment",
-            remedy="finish the job",
+            remedy="finish the job instead",
         )
     aborted = ErrorInfo(Code.ABORTED, f"deployment {deployment.key} was deleted")
     operations.abort_all(step, deployment, aborted)

@@ -37,7 +37,7 @@ def submit(step: Step, event: events.JobSubmitted) -> None:
     if old is not None and old.state not in JOB_ENDED:
         error = ErrorInfo(
             Code.ALREADY_EXISTS,
-            f"job {name} exists, in state {old.state}",
+            f"job {name} already exists, in state {old.state}",
             field="job",
             remedy=f"choose another name, attach to it, or end it: `phaseloom cancel {name}`",
         )
@@ -109,7 +109,7 @@ def _place_waiting(step: Step, only: str = "") -> None:
         shared = sorted(blocked & member.needs.keys())
         if only in ("", member.job):
             if shared:
-                reason = f"an older job waits for pool {', '.join(shared)}, and goes first"
+                reason = f"an older job waits for pool {', '.join(shared)} and goes first"
                 _apply_decision(step, job, member, Waits(reason))
             else:
                 _apply_decision(step, job, member, assignment.seek(step, job, member))
@@ -136,7 +136,7 @@ def _apply_decision(step: Step, job: Job, member: Member, decision: Decision) ->
 def _keep_waiting(step: Step, job: Job, reason: str) -> None:
     error = ErrorInfo(
         Code.UNAVAILABLE,
-        f"the job waits for a place: {reason}",
+        f"the job is waiting for nodes: {reason}",
         field="spec.deployments",
         remedy="start more nodes, or finish a job; "
         f"known pools: {assignment.known_pools(step.state.cluster)}",
@@ -149,9 +149,9 @@ def _keep_waiting(step: Step, job: Job, reason: str) -> None:
 def _no_room_error(step: Step, reason: str) -> ErrorInfo:
     return ErrorInfo(
         Code.RESOURCE_EXHAUSTED,
-        f"there is no place for the job now, and it may not wait: {reason}",
+        f"there are no nodes for the job now, and may_wait is false: {reason}",
         field="spec.may_wait",
-        remedy="let it wait, try again once a job has ended, or start more nodes; "
+        remedy="set may_wait, try again when a job has ended, or start more nodes; "
         f"known pools: {assignment.known_pools(step.state.cluster)}",
     )
 
@@ -194,7 +194,7 @@ def finish(step: Step, event: events.JobFinished) -> None:
     job = step.state.jobs.get(str(event.job))
     if job is not None and job.state not in JOB_ENDED:
         job.failed(None)
-        reason = "it was given up" if event.failed else "the controller finished"
+        reason = "the controller gave up" if event.failed else "the controller finished"
         _end(step, job, JobEvent.FAILED if event.failed else JobEvent.FINISHED, reason)
     _answer(step, event.request, job or event.job)
 
@@ -229,7 +229,7 @@ def _drain(step: Step, job: Job) -> ErrorInfo | None:
     if job.state is JobState.SUBMITTED:
         return ErrorInfo(
             Code.FAILED_PRECONDITION,
-            f"job {job.key} has no place yet, so nothing of it can run to its end",
+            f"job {job.key} has no nodes yet, so its operations cannot run to their end",
             field="job",
             remedy="cancel it, or wait until it is placed",
         )
@@ -253,8 +253,9 @@ def _end_stranded(step: Step, job: Job, deployment: Deployment) -> None:
         if missing and not op.is_settling:
             error = ErrorInfo(
                 Code.FAILED_PRECONDITION,
-                f"job {job.key} is draining, and {missing}, which comes first, was not published",
-                remedy="publish everything before the job is drained",
+                f"job {job.key} is draining, but {missing}, which must run first, was never "
+                "published",
+                remedy="publish all operations before draining the job",
             )
             operations.end_or_settle(step, deployment, op, error)
 

@@ -143,6 +143,8 @@ def _record_settled(step: Step, deployment: Deployment, event: OperationFinished
         deployment.durability.start_from(applied)
     is_up = deployment.wpg.state in (WpgState.RECOVERING, WpgState.READY)
     if is_up and deployment.durability.history != history:
-        reason = f"{event.key.slot} had ended as {event.outcome} in the incarnation before"
+        reason = (
+            f"{event.key.slot} had already ended as {event.outcome} in the previous incarnation"
+        )
         wpgs.rebuild(step, deployment, ErrorInfo(Code.ABORTED, reason))
     step.touch(deployment)

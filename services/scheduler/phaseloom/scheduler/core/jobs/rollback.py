@@ -45,7 +45,7 @@ def roll_back(step: Step, job: Job, error: ErrorInfo) -> None:
     aborted = ErrorInfo(
         Code.ABORTED,
         f"job {job.key} fell back to its checkpoint {job.checkpoint}: {error.message}",
-        remedy="attach again, and go on from the checkpoint",
+        remedy="attach again, and continue from the checkpoint",
         details=details,
     )
     lost = ErrorInfo(Code.DATA_LOSS, aborted.message, remedy=aborted.remedy, details=details)

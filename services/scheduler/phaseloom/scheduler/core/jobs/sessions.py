@@ -36,7 +36,7 @@ def lost(step: Step, event: SessionLost) -> None:
     job.controller.detach()
     step.notify(
         "controller lost",
-        f"session {event.session} has no heartbeat; its devices are not kept for it",
+        f"session {event.session} has no heartbeat; devices are no longer kept for it",
         str(job.key),
     )
     for deployment in step.deployments_of(job):

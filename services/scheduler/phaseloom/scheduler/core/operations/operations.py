@@ -97,7 +97,7 @@ def _admit(step: Step, deployment: Deployment, op: Op) -> None:
             Code.FAILED_PRECONDITION,
             f"`after` closes a cycle: {' after '.join(cycle)}",
             field="after",
-            remedy="let operations come after earlier ones only",
+            remedy="name only earlier operations in `after`",
         )
         end_now(step, deployment, op, error)
         return
@@ -146,8 +146,8 @@ def _too_many_error(step: Step, deployment: Deployment) -> ErrorInfo | None:
 def draining_error(job: Job) -> ErrorInfo:
     return ErrorInfo(
         Code.FAILED_PRECONDITION,
-        f"job {job.key}: the job is draining",
-        remedy="submit a new job for what is to come",
+        f"job {job.key} is draining and accepts no new operations",
+        remedy="submit a new job for further operations",
     )
 
 
@@ -156,7 +156,7 @@ def _could_not_start_error(deployment: Deployment) -> ErrorInfo:
     return ErrorInfo(
         Code.FAILED_PRECONDITION,
         f"deployment {deployment.key} could not start: {reason}",
-        remedy="delete it, and create it anew",
+        remedy="delete the deployment and create it again",
     )
 
 
@@ -168,7 +168,7 @@ def session_over_error(job: Job, session: int) -> ErrorInfo:
         Code.ABORTED,
         f"session {session} is over",
         field="session",
-        remedy="attach again, and go on from the job's last checkpoint",
+        remedy="attach again, and continue from the job's last checkpoint",
         details=details,
     )
 
@@ -205,7 +205,7 @@ def await_dependencies(step: Step, deployment: Deployment, op: Op) -> None:
         if dependency is None:
             error = ErrorInfo(
                 Code.NOT_FOUND,
-                f"`after` names deployment {after.deployment!r}, which this job does not have",
+                f"`after` names deployment {after.deployment!r}, which does not exist in this job",
                 field="after",
             )
             end_now(step, deployment, op, error)
@@ -215,7 +215,7 @@ def await_dependencies(step: Step, deployment: Deployment, op: Op) -> None:
                 Code.FAILED_PRECONDITION,
                 f"{after.deployment} {after.seq} was not completed",
                 field="after",
-                remedy="look at that operation's error first",
+                remedy="see the error of that operation",
             )
             end_now(step, deployment, op, error)
             return
@@ -283,9 +283,9 @@ def end_if_unwanted(step: Step, deployment: Deployment, op: Op) -> None:
         waited_s = op.expires_s - op.queued_s
         expired = ErrorInfo(
             Code.DEADLINE_EXCEEDED,
-            f"it had no permit {waited_s:g} s after it was queued",
+            f"the operation got no permit within {waited_s:g} s after it was queued",
             field="timeout_s",
-            remedy="give it more time; `explain` says what an operation waits for",
+            remedy="set a longer timeout_s; `explain` shows what an operation waits for",
         )
         end_now(step, deployment, op, expired, Outcome.EXPIRED)
 

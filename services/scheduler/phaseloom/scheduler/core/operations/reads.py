@@ -22,8 +22,8 @@ from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import OpState
 
 _FIELD = "args.weights"
-_KEEP = "name a version that exists: publish it with a ttl_s that lasts until it is read"
-_LOAD = "send it to a deployment of the same model, or bring them with sync_weights or load_state"
+_KEEP = "name an existing version; publish with a ttl_s that lasts until the version is read"
+_LOAD = "use a deployment of the same model, or load the weights with sync_weights or load_state"
 
 
 def start_reading(step: Step, op: Op) -> None:
@@ -72,12 +72,12 @@ def _policy(step: Step, version: VersionKey) -> Deployment | ErrorInfo:
     """The policy that has published a version, or the error if there is none."""
     job = step.state.jobs.get(str(version.policy.job_key))
     if job is None:
-        message = f"there is no job {version.policy.job!r}"
+        message = f"job {version.policy.job!r} does not exist"
         return ErrorInfo(Code.NOT_FOUND, message, field=f"{_FIELD}.job", remedy=_KEEP)
     policy = step.deployment(version.policy)
     is_its = policy is not None and version.seq >= policy.queue.first_seq
     if policy is None or not is_its or version not in job.versions.published:
-        message = f"weights version {version} does not exist, or not any more"
+        message = f"weights version {version} does not exist or was released"
         return ErrorInfo(Code.NOT_FOUND, message, field=f"{_FIELD}.version", remedy=_KEEP)
     return policy
 
@@ -88,24 +88,28 @@ def _misfit(version_model: ModelSpec, spec: DeploymentSpec) -> str:
     own_model = spec.model
     if version_model.adapter is None:
         return (
-            "" if own_model.adapter is None else "it has all weights of its model, and no adapter"
+            ""
+            if own_model.adapter is None
+            else "it has full weights, and this deployment has an adapter"
         )
     if own_model.adapter is None:
-        return "it is of an adapter, and this deployment has all weights of its model"
+        return "it is an adapter, and this deployment has full weights"
     if _base(version_model) != _base(own_model):
-        return "it is an adapter on another base"
+        return "it is an adapter of another base model"
     if spec.trainable:
         is_alike = replace(version_model.adapter, seed=own_model.adapter.seed) == own_model.adapter
-        return "" if is_alike else "a trainer reads adapters of its rank, alpha and targets alone"
+        return (
+            "" if is_alike else "a trainer reads only adapters with its own rank, alpha and targets"
+        )
     return _no_room(version_model.adapter, own_model.adapter, spec)
 
 
 def _no_room(adapter: Adapter, own_adapter: Adapter, spec: DeploymentSpec) -> str:
     """Why a sampler has no room for another adapter; empty: it has."""
     if not spec.max_adapters:
-        return "this deployment has no room for other adapters: declare it with max_adapters"
+        return "this deployment has no room for other adapters; create it with max_adapters"
     if adapter.rank > own_adapter.rank:
-        return f"it has rank {adapter.rank}, and there is room for {own_adapter.rank}"
+        return f"it has rank {adapter.rank}, but there is room for rank {own_adapter.rank}"
     extra_targets = sorted({*adapter.targets} - {*own_adapter.targets})
     return f"this deployment has no adapter on {', '.join(extra_targets)}" if extra_targets else ""
 

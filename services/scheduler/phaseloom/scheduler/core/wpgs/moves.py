@@ -141,7 +141,7 @@ def describe(deployment: Deployment) -> str:
         return ""
     if _waits_for_snapshot(deployment):
         seqs = ", ".join(str(seq) for seq in deployment.queue.snapshots)
-        reason = f"once save_state {seqs} is durable"
+        reason = f"waiting for save_state {seqs} to become durable"
     else:
         reason = _REASONS[move.stage].format(nodes=", ".join(move.fetching))
     nodes = ", ".join(assigned.node for assigned in move.assignments)
@@ -149,14 +149,14 @@ def describe(deployment: Deployment) -> str:
 
 
 _REASONS = {
-    MoveStage.WAITING: "once that can take it",
-    MoveStage.PREPARING: "once what runs has ended, and it is sealed",
-    MoveStage.SEALING: "it is being sealed",
-    MoveStage.COPYING: "{nodes} is fetching its state",
-    MoveStage.LEAVING: "once what runs has ended",
-    MoveStage.LAST_SEALING: "it is being sealed",
-    MoveStage.LAST_COPYING: "{nodes} is fetching its state",
-    MoveStage.STOPPING: "once what runs has ended",
+    MoveStage.WAITING: "waiting for the new nodes",
+    MoveStage.PREPARING: "waiting for running operations to end, then sealing",
+    MoveStage.SEALING: "sealing",
+    MoveStage.COPYING: "copying the state to {nodes}",
+    MoveStage.LEAVING: "waiting for running operations to end",
+    MoveStage.LAST_SEALING: "sealing",
+    MoveStage.LAST_COPYING: "copying the state to {nodes}",
+    MoveStage.STOPPING: "waiting for running operations to end",
 }
 
 

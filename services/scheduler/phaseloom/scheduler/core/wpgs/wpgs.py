@@ -310,8 +310,8 @@ def _reject_mixed_start(step: Step, deployment: Deployment, event: WpgStarted) -
     """Kill a WPG whose nodes have started from different states, and let its job fall back."""
     error = ErrorInfo(
         Code.DATA_LOSS,
-        f"{event.node} has the state of {deployment.name} as of {event.applied}, "
-        f"others as of {deployment.durability.applied}",
+        f"{event.node} started {deployment.name} with the state of seq {event.applied}, other "
+        f"nodes with that of seq {deployment.durability.applied}",
     )
     _record_death(step, deployment)
     _send_kill(step, deployment)
@@ -352,7 +352,7 @@ def replayed(step: Step, deployment: Deployment, seq: int) -> None:
     _touch_siblings(step, deployment)
     if not deployment.durability.replay and deployment.wpg.state is WpgState.RECOVERING:
         step.advance_wpg(deployment, WpgEvent.REPLAYED)
-        step.notify("recovered", f"every mutation up to {seq} is in effect again", deployment.name)
+        step.notify("recovered", f"replayed all mutations up to {seq}", deployment.name)
 
 
 def _touch_siblings(step: Step, deployment: Deployment) -> None:
@@ -427,9 +427,9 @@ def _repeated_deaths_error(deployment: Deployment, event: WpgLost) -> ErrorInfo:
     """The error of a job whose WPG keeps dying without an operation to blame."""
     return ErrorInfo(
         Code.ABORTED,
-        f"the workers of {deployment.key.deployment} died {deployment.wpg.losses} times, and "
-        f"completed no operation in between: {event.error.message}",
-        remedy="look at the worker's log for why they die, then submit the job again",
+        f"the workers of {deployment.key.deployment} died {deployment.wpg.losses} times "
+        f"without completing an operation: {event.error.message}",
+        remedy="find the cause in the worker's log, then submit the job again",
         details=event.error.details,
     )
 
@@ -439,7 +439,7 @@ def _pause(step: Step, deployment: Deployment) -> None:
     pause_s = min(FIRST_PAUSE_S * 2.0 ** (deployment.wpg.losses - 2), MAX_PAUSE_S)
     deployment.wpg.put_off(step.now_s + pause_s)
     step.set_timer(f"rebuild/{deployment.name}", deployment.wpg.retry_at_s)
-    reason = f"in {pause_s:g} s, after {deployment.wpg.losses} deaths while nothing ran"
+    reason = f"in {pause_s:g} s, after {deployment.wpg.losses} deaths while idle"
     step.notify("rebuilding a WPG after a pause", reason, deployment.name)
 
 
@@ -485,7 +485,7 @@ def _fail_culprits(step: Step, deployment: Deployment, ops: list[Op], error: Err
     given_up = ErrorInfo(
         Code.ABORTED,
         f"its workers died {deployment.wpg.losses} times while it ran: {error.message}",
-        remedy="make it smaller, or look at the worker's log",
+        remedy="make the operation smaller, or find the cause in the worker's log",
     )
     for op in ops:
         operations.end_or_settle(step, deployment, op, given_up)
