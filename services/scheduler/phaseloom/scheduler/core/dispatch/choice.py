@@ -131,6 +131,7 @@ def contenders_on(step: Step, slot: Slot) -> Contenders:
     outsiders = [] if is_alone else list(ready.options_on(step, slot, but_job=slot.holder))
     if not outsiders:
         return Contenders(_after_quantum(step, slot, of_holder), [], NEVER_S)
+    # While the device is open for a guess, its holder has no privilege.
     if slot.speculative or (of_holder and (quantum_s == 0 or policy_of(step).may_wait)):
         return Contenders([*of_holder, *outsiders], [], NEVER_S)
     lets_in_s = 0.0 if of_holder else held_until_s(step, slot)
@@ -153,6 +154,7 @@ def _elsewhere_s(step: Step, slot: Slot, deployment: Deployment, op: Op) -> floa
         return 0.0
     timeout_s = _gang_timeout_s(step, deployment)
     until_s = max(op.ready_s, deployment.activation.idle_since_s) + timeout_s
+    # Gang scheduling: each other device must be ready to choose this deployment too.
     for peer in slots:
         if until_s <= step.now_s or peer is slot or tails.can_start_without(step, deployment, peer):
             continue
@@ -284,6 +286,7 @@ def _has_alternative(step: Step, slot: Slot, option: Option, policy: Ordering) -
         return False
     if policy.is_strict:
         deployments, job_name = step.state.deployments, option[0].job_name
+        # A list is faster than a generator here: a device has few deployments.
         return any([deployments[name].job_name != job_name for name in slot.placed])
     holder = slot.holder
     if holder in ("", option[0].job_name):
@@ -361,6 +364,7 @@ def _grace_until_s(step: Step, slot: Slot, job: Job) -> float:
     grace_s = step.config.idle_grace_s
     gap_s = estimates.next_gap_s(step.state, slot.holder, slot.last)
     until_s = slot.idle_since_s + max(grace_s, OVERDUE * gap_s)
+    # Waiting through a long gap would cost more than a switch.
     if gap_s > MAX_GRACES * grace_s or until_s <= step.now_s:
         return 0.0
     pool = ready.pool_of(step, slot)

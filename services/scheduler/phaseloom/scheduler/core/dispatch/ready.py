@@ -63,6 +63,7 @@ def operations(step: Step, deployment: Deployment) -> Iterable[Op]:
     activation, queue = deployment.activation, deployment.queue
     if activation.retry_at_s > step.now_s or activation.idle_ranks:
         return ()
+    # Replays run one at a time and before everything else.
     if deployment.durability.replay and deployment.wpg.state is WpgState.RECOVERING:
         return () if activation.running else (_replay_op(step, deployment),)
     is_moving = deployment.move.relocation is not None
@@ -95,6 +96,7 @@ def batch(step: Step, deployment: Deployment, room: int) -> list[Op]:
     has_payers = False
     for op in operations(step, deployment):
         has_payers = has_payers or bool(op.payer)
+        # With several payers look further than there is room, so that none is passed over.
         if len(ops) >= room and (not has_payers or len(ops) >= READ_AHEAD):
             break
         if not is_reachable(step, deployment, op):

@@ -154,6 +154,7 @@ def next_neighbour(step: Step, slot: Slot) -> Deployment | None:
         _grow(step, slot, _counts(step, slot, running) or [])
         return None
     newcomer, counts = choice_made
+    # The newcomer's count comes last and has no share yet, hence strict=False.
     for share, count in zip(slot.shares, counts, strict=False):
         if count < len(share.units):
             _request_units(step, slot, share, count)
@@ -191,6 +192,7 @@ def adjusted(step: Step, event: ClaimsAdjusted) -> None:
         return
     for slot in devices.slots_of(step, deployment):
         share = slot.share_of(deployment.name)
+        # Only the answer to the newest request counts; the share may have grown since an older one.
         if share is not None and share.command == event.command:
             devices.confirm(share)
             step.dirty.add((slot.node, slot.device))
@@ -222,6 +224,7 @@ def _choose_neighbour(
             ):
                 is_kept_apart = _is_kept_apart(step, slot, running, newcomer)
                 return None if is_kept_apart else (deployment, counts)
+        # A deployment that has waited too long blocks newcomers: the device drains for it.
         if ready.waited_s(step, deployment, op) >= patience_s:
             return None
         options = [option for option in options if option[0] is not deployment]

@@ -82,6 +82,7 @@ def record_start(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) 
         if slot.speculative == name:
             job.speculation.misses = 0
         expected = devices.came(slot, deployment.job_name)
+        # An operation that was queued before the last one ended says nothing about gaps.
         if expected is not None and op.ready_s > expected.ended_s:
             job.speculation.follows[expected.after] = deployment.key.deployment
 
@@ -103,6 +104,7 @@ def plan(step: Step, slot: Slot) -> tuple[Deployment | None, float]:
     """Return the activation to open in an idle slot, and when to open it; `NEVER_S`: none."""
     if not step.config.speculative_switch_in or slot.speculative:
         return None, NEVER_S
+    # The job that is expected first gets the first chance; `is_tried` allows one guess per gap.
     for name, expected in sorted(slot.expected.items(), key=lambda item: item[1].at_s):
         target = None if expected.is_tried else _switchable(step, slot, name, expected)
         if target is None:
@@ -223,6 +225,7 @@ def prefetch_version(step: Step, name: str) -> None:
         return
     holders = retention.nodes_of(step, op.version)
     for node in step.nodes_of(deployment):
+        # If the version is only on this node, there is nothing to fetch.
         if node.node not in step.state.crowded and holders != [node.node]:
             step.send_for(
                 PrefetchVersion,
@@ -272,6 +275,7 @@ def _predictions(step: Step, deployment: Deployment) -> list[Expected]:
 
 def _send_hint(step: Step, deployment: Deployment, use_s: float) -> None:
     crowded = [node for node in step.nodes_of(deployment) if node.node in step.state.crowded]
+    # Deployments may have left since a node was marked as crowded.
     if not any(devices.is_crowded(step, node) for node in crowded):
         for node in crowded:
             step.state.unmark_crowded(node.node)

@@ -48,6 +48,7 @@ def tail_ranks(step: Step, deployment: Deployment, op: Op) -> list[int]:
     num_kept = math.ceil(len(ranks) * deployment.spec.tail_share)
     kept_ranks = sorted(sorted(ranks, key=lambda rank: uses[rank])[:num_kept])
     stays = {device_refs[rank] for rank in kept_ranks}
+    # Gathering is pointless unless another deployment can start on the freed devices.
     helps_any = any(_can_start_without(neighbour, stays) for neighbour in neighbours)
     return kept_ranks if helps_any and len(kept_ranks) < len(ranks) else []
 

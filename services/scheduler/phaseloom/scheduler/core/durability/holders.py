@@ -69,8 +69,7 @@ def move_targets(deployment: Deployment) -> list[NodeId]:
 def drop_replicas(deployment: Deployment) -> None:
     """Record that a deployment no longer has a seal.
 
-    Nodes that have the old seal and do not run the deployment become stale holders; they are told
-    later to forget it.
+    Other nodes with the old seal become stale holders, which are told later to forget it.
     """
     deployment.move.keep(nodes_with(deployment), but=deployment.nodes)
     deployment.durability.drop_replicas()

@@ -113,6 +113,7 @@ def _place_waiting(step: Step, only: str = "") -> None:
                 _apply_decision(step, job, member, Waits(reason))
             else:
                 _apply_decision(step, job, member, assignment.seek(step, job, member))
+        # A waiting job holds back later ones of its pools, unless all of these are blocked already.
         is_first = not blocked.issuperset(member.needs)
         if job.state is JobState.SUBMITTED and not may_overtake and is_first:
             blocked |= admission.blocked_pools(cluster, member)
@@ -141,6 +142,7 @@ def _keep_waiting(step: Step, job: Job, reason: str) -> None:
         remedy="start more nodes, or finish a job; "
         f"known pools: {assignment.known_pools(step.state.cluster)}",
     )
+    # Publish the status only if the reason has changed: this runs whenever room may be free.
     if job.error != error:
         job.failed(error)
         step.job_changed(str(job.key))
@@ -345,6 +347,7 @@ def _end(step: Step, job: Job, event: JobEvent, reason: str) -> None:
     retention.release_all(step, job)
     step.state.drop_trace(str(job.key))
     operations.forget_waiters(step, job.key)
+    # An ended job is kept for `outcome_retention_s`, but nobody needs its model specs any longer.
     lean = [replace(spec, model=ModelSpec({})) for spec in job.spec.deployments]
     job.have(lean)
     kept_s = max(step.config.outcome_retention_s, MIN_KEPT_S)

@@ -88,8 +88,8 @@ def _note_latency(
 def _charge(step: Step, deployment: Deployment, op: Op | None, event: OperationFinished) -> None:
     """Charge the device time of an operation to the job whose weights it read.
 
-    If that job no longer exists, the reader's own job is charged. A save that has its snapshot is
-    written without the devices and costs nothing.
+    If that job is gone, the reader's own job is charged. A save whose snapshot is taken is written
+    without the devices and costs nothing.
     """
     if op is not None and op.has_snapshot:
         return

@@ -57,6 +57,7 @@ def roll_back(step: Step, job: Job, error: ErrorInfo) -> None:
         _note_unfinished(deployment)
         operations.abort_all(step, deployment, aborted)
         _reset(step, deployment, job.checkpoints.get(deployment.key.deployment, ""))
+    # Only after all are reset: a start asks which versions the other deployments need.
     for deployment in step.deployments_of(job):
         wpgs.restart(step, deployment)
 

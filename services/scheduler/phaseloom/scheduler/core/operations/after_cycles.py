@@ -34,6 +34,7 @@ def find_cycle(state: State, deployment: Deployment, op: Op) -> list[str]:
 
     Returns: empty if it closes none.
     """
+    # Nobody has named an operation of this deployment, so no path leads back to it.
     if not deployment.queue.awaited_seq:
         return []
     seq = op.key.seq

@@ -263,6 +263,7 @@ def end_or_settle(
     if not op.uncertain:
         end_now(step, deployment, op, error, outcome)
         return
+    # Until the stored outcome arrives the operation must neither run nor end otherwise.
     op.is_settling = True
     op.eligible_s = -1.0
     completion = Completion(op.id, outcome, error=error)

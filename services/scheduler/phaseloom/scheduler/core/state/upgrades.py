@@ -1,12 +1,12 @@
 """Upgrades of a scheduler snapshot from an older core version to this one, one version at a time.
 
-A scheduler that stops in order leaves a snapshot of everything that it knows and has sent. A core
-of a later version continues from that snapshot: it folds only later events, by its own rules. But
-first the stored state must get the shape that the later version expects. The functions in
-`UPGRADES` do that.
+A scheduler that stops in order leaves a snapshot of all that it knows and has sent. A core of a
+later version continues from that snapshot and folds only later events, by its own rules. Before
+that, the stored state must get the shape that the later version expects. The functions in
+`UPGRADES` do this.
 
 Whoever raises `CORE_VERSION` adds the line for the version before. Use `unchanged` if the new
-version only adds fields, and the default of each is right for jobs that are running.
+version only adds fields whose defaults are right for running jobs.
 """
 
 from __future__ import annotations

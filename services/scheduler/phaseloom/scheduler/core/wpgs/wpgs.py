@@ -277,6 +277,7 @@ def started(step: Step, event: WpgStarted) -> None:
         or event.node not in deployment.wpg.starting_on
     ):
         return
+    # The first node to report sets the state's seq; the other nodes must agree with it.
     is_first = len(deployment.wpg.starting_on) == len(deployment.wpg.assignments)
     deployment.wpg.starting_on.remove(event.node)
     if is_first:
@@ -383,7 +384,7 @@ def lost(step: Step, event: WpgLost) -> None:
         _try_start(step, deployment)
         return
     before = deployment.wpg.state
-    culprits = _running_ops(deployment)
+    culprits = _running_ops(deployment)  # before the death requeues them
     _lose_node(step, deployment, event.node)
     step.notify("WPG lost", event.error.message, deployment.name)
     deployment.wpg.failed(event.error)
