@@ -9,6 +9,7 @@ import math
 import resource
 import shutil
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -234,60 +235,20 @@ def wire(
     Args: checkpoint_files: the state directory at the checkpoint root.
     """
     ledger, records, memory, ranks = node.ledger, node.records, node.memory, node.ranks
-    directory, residency = node.directory, records.residency
+    directory, residency, digests = node.directory, records.residency, node.digests
     moves = VersionMoves(ledger, node.versions, ranks, directory)
     tiering = Tiering(
-        *(ledger, memory, node.copies, moves, ranks),
-        residency=residency,
-        digests=node.digests,
+        *(ledger, memory, node.copies, moves, ranks, residency, digests),
         nvme_budget_bytes=nvme_budget_bytes,
     )
     frozen = FrozenCopies(records, memory, node.copies, ranks, tiering.reserve_frozen)
-    switcher = Switcher(
-        *(ledger, residency, ranks, tiering, frozen),
-        digests=node.digests,
-        device_copies=node.device_copies,
-    )
     suspects = Suspects(records, node.versions, ranks, directory)
     fetcher = VersionFetcher(node.versions, suspects, tiering, directory, home)
     weights = Weights(ledger, records, node.versions, moves, fetcher)
-    publishing = Publishing(records.layouts, memory, node.versions, tiering, fetcher)
-    sealer = Sealer(
-        *(ledger, records, memory, ranks, tiering),
-        copies=node.copies,
-        frozen=frozen,
-        host_seals=node.seals,
-        verify_version=weights.verify,
-    )
-    replicator = Replicator(records, node.seals, directory, sealer, weights, home=home)
-    rank_memory = RankMemory(
-        *(ledger, records, memory, node.copies, ranks),
-        tiering=tiering,
-        restore=replicator.restore,
-    )
-    staging = Staging(
-        *(ledger, records, memory, ranks, tiering),
-        copies=node.copies,
-        background=node.background,
-    )
-    exporter = Exporter(
-        *(checkpoint_files, checkpoints, staging, records.snapshots),
-        ledger=ledger,
-        background=node.background,
-        file_bytes=checkpoint_file_bytes,
-    )
-    loader = Loader(checkpoint_files.disk, checkpoints, staging, ranks, frozen, memory=memory)
-
-    def begin_handover(index: str) -> Handover:
-        return Handover(
-            *(ledger, records, memory, ranks, tiering),
-            copies=node.copies,
-            host_seals=node.seals,
-            frozen=frozen,
-            digests=node.digests,
-            index=index,
-        )
-
+    held = node.copies, frozen, node.seals
+    sealer = Sealer(ledger, records, memory, ranks, tiering, *held, verify_version=weights.verify)
+    replicator = Replicator(records, node.seals, directory, sealer, weights, home)
+    staging = Staging(ledger, records, memory, ranks, tiering, node.copies, node.background)
     return Parts(
         ledger=ledger,
         records=records,
@@ -298,17 +259,28 @@ def wire(
         device_copies=node.device_copies,
         tiering=tiering,
         frozen=frozen,
-        switcher=switcher,
-        rank_memory=rank_memory,
-        publishing=publishing,
+        switcher=Switcher(
+            *(ledger, residency, ranks, tiering, frozen, digests, node.device_copies)
+        ),
+        rank_memory=RankMemory(
+            *(ledger, records, memory, node.copies, ranks, tiering), restore=replicator.restore
+        ),
+        publishing=Publishing(records.layouts, memory, node.versions, tiering, fetcher),
         weights=weights,
         sealer=sealer,
         replicator=replicator,
-        exporter=exporter,
-        loader=loader,
+        exporter=Exporter(
+            *(checkpoint_files, checkpoints, staging, records.snapshots),
+            ledger=ledger,
+            background=node.background,
+            file_bytes=checkpoint_file_bytes,
+        ),
+        loader=Loader(checkpoint_files.disk, checkpoints, staging, ranks, frozen, memory),
         catalogue=Catalogue(checkpoints),
         archives=Archives(checkpoints),
-        begin_handover=begin_handover,
+        begin_handover=partial(
+            Handover, *(ledger, records, memory, ranks, tiering, *held), digests
+        ),
         home=home,
         disk=directory.disk.path,
     )

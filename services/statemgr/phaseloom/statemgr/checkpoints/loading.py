@@ -74,24 +74,15 @@ from phaseloom.statemgr.tiering.switching import on_each_device
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Loader:
-    def __init__(
-        self,
-        disk: Disk,
-        checkpoints: Checkpoints,
-        staging: Staging,
-        ranks: Ranks,
-        frozen: FrozenCopies,
-        *,
-        memory: HostMemory,
-    ) -> None:
-        """Args: disk: the disk of the checkpoint root."""
-        self._disk = disk
-        self._checkpoints = checkpoints
-        self._staging = staging
-        self._ranks = ranks
-        self._frozen = frozen
-        self._memory = memory
+    disk: Disk
+    """The disk of the checkpoint root."""
+    checkpoints: Checkpoints
+    staging: Staging
+    ranks: Ranks
+    frozen: FrozenCopies
+    memory: HostMemory
 
     async def read(self, rank: Rank, request: ReadCheckpoint) -> CheckpointRead:
         """Load a checkpoint: for a rank that has no state yet into that rank, else, asked by the
@@ -99,23 +90,23 @@ class Loader:
         wpg = rank.wpg
         key = parse_source(wpg.key, request.source)
         if not request.load:
-            directory = await asyncio.to_thread(self._checkpoints.existing, key, request.name)
+            directory = await asyncio.to_thread(self.checkpoints.existing, key, request.name)
             return await self._read(rank, request, directory)
         pinned = await asyncio.to_thread(
-            pins.pin, self._checkpoints, wpg.key, key, request.name, request.load
+            pins.pin, self.checkpoints, wpg.key, key, request.name, request.load
         )
         try:
             answer = await self._read(rank, request, pinned.directory)
         except BaseException:
             await asyncio.to_thread(pins.unpin, pinned)
             raise
-        await asyncio.to_thread(pins.settle, self._checkpoints, wpg.key)
+        await asyncio.to_thread(pins.settle, self.checkpoints, wpg.key)
         return answer
 
     async def _read(self, rank: Rank, request: ReadCheckpoint, directory: Path) -> CheckpointRead:
         wpg = rank.wpg
         saved = await asyncio.to_thread(
-            SavedState, self._disk, directory, has_training=request.optimizer
+            SavedState, self.disk, directory, has_training=request.optimizer
         )
         sha256 = saved.marker.result.weights_sha256 if saved.marker is not None else ""
         if rank.state is State.FILLING:
@@ -125,11 +116,9 @@ class Loader:
                 f"{rank} is not the leader, which alone loads", code=Code.PERMISSION_DENIED
             )
         saved.check_fits(slot for each in wpg.ranks for slot in each.tensors)
-        async with self._staging.room_for(wpg) as extents:
+        async with self.staging.room_for(wpg) as extents:
             both = zip(wpg.ranks, extents, strict=True)
-            memories = {
-                each: self._staging.view(extent, each.extent_bytes) for each, extent in both
-            }
+            memories = {each: self.staging.view(extent, each.extent_bytes) for each, extent in both}
             digests = await _filled(saved, memories)
             memories.clear()
             await self._load(wpg, extents, digests)
@@ -165,8 +154,8 @@ class Loader:
         key = parse_source(rank.wpg.key, source)
 
         def opened() -> SavedState:
-            directory = self._checkpoints.existing(key, name)
-            return SavedState(self._disk, directory, has_training=False)
+            directory = self.checkpoints.existing(key, name)
+            return SavedState(self.disk, directory, has_training=False)
 
         try:
             return await asyncio.to_thread(opened)
@@ -179,7 +168,7 @@ class Loader:
         if rank.wpg.seal_seq or rank.extent is None:
             raise CallerError(f"{rank} awaits no initial state", code=Code.FAILED_PRECONDITION)
         saved.check_fits(rank.tensors)
-        memory = self._staging.view(rank.extent, rank.extent_bytes)
+        memory = self.staging.view(rank.extent, rank.extent_bytes)
         (digest,) = await _filled(saved, {rank: memory})
         return digest
 
@@ -190,17 +179,17 @@ class Loader:
 
         async def load(rank: Rank) -> None:
             extent, digest = sources[rank]
-            await self._ranks.order(rank, LoadStaged(digest), [self._memory[extent].fd])
+            await self.ranks.order(rank, LoadStaged(digest), [self.memory[extent].fd])
 
-        async with self._ranks.holding(wpg):
+        async with self.ranks.holding(wpg):
             for rank in wpg.ranks:
                 if rank.state is not State.RESIDENT:
                     raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
-                await self._frozen.make_room(rank)
+                await self.frozen.make_room(rank)
             try:
                 await on_each_device(wpg.ranks, load)
             except PhaseloomError:
-                self._ranks.retire(wpg, "a checkpoint was loaded in part")
+                self.ranks.retire(wpg, "a checkpoint was loaded in part")
                 raise
 
 

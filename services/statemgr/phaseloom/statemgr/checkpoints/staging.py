@@ -39,30 +39,19 @@ from phaseloom.statemgr.tiering.tiering import Tiering
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Staging:
     """Copies ranks' states into staging buffers."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        records: Records,
-        memory: HostMemory,
-        ranks: Ranks,
-        tiering: Tiering,
-        *,
-        copies: HostCopyStore,
-        background: Background,
-    ) -> None:
-        self._ledger = ledger
-        self._residency = records.residency
-        self._snapshots = records.snapshots
-        self._memory = memory
-        self._ranks = ranks
-        self._tiering = tiering
-        self._copies = copies
-        self._background = background
-        self._under_way: dict[Snapshot, asyncio.Future[None]] = {}
-        """The snapshots whose checksums are being taken; each future ends with them."""
+    ledger: Ledger
+    records: Records
+    memory: HostMemory
+    ranks: Ranks
+    tiering: Tiering
+    copies: HostCopyStore
+    background: Background
+    _under_way: dict[Snapshot, asyncio.Future[None]] = field(default_factory=dict, init=False)
+    """The snapshots whose checksums are being taken; each future ends with them."""
 
     @asynccontextmanager
     async def room(
@@ -78,14 +67,14 @@ class Staging:
         extents: list[int] = []
         try:
             for num_bytes, what in sizes:
-                extents.append(await self._tiering.reserve(num_bytes, what, pool))
-                self._memory.unrecorded.add(extents[-1])
+                extents.append(await self.tiering.reserve(num_bytes, what, pool))
+                self.memory.unrecorded.add(extents[-1])
             yield extents
         finally:
             for extent in extents:
-                self._memory.unrecorded.discard(extent)
+                self.memory.unrecorded.discard(extent)
                 self._give_up(extent, wpg)
-            self._ledger.announce()
+            self.ledger.announce()
 
     def room_for(self, wpg: Wpg) -> AbstractAsyncContextManager[list[int]]:
         """Room for the states of an incarnation's ranks."""
@@ -93,7 +82,7 @@ class Staging:
         return self.room(((r.extent_bytes, what.format(r.owner)) for r in wpg.ranks), wpg)
 
     def view(self, extent: int, num_bytes: int) -> memoryview:
-        return self._memory[extent].view(num_bytes)
+        return self.memory[extent].view(num_bytes)
 
     async def snapshot(self, wpg: Wpg, request: TakeSnapshot) -> Snapshot:
         """Copy every rank's state; the checksums are then taken in the background."""
@@ -106,36 +95,36 @@ class Staging:
             ]
             extents.clear()  # from here on they are the snapshot's
             snapshot = Snapshot.of(wpg, request.operation, request.name, request.seq, parts)
-            self._snapshots[snapshot.key, snapshot.operation] = snapshot
+            self.records.snapshots[snapshot.key, snapshot.operation] = snapshot
             for part in parts:
-                self._memory.unrecorded.discard(part.extent)
+                self.memory.unrecorded.discard(part.extent)
         self._begin_checksums(snapshot)
         return snapshot
 
     def free(self, snapshot: Snapshot) -> None:
-        wpg = self._residency.find(snapshot.key)
+        wpg = self.records.residency.find(snapshot.key)
         is_same = wpg is not None and wpg.incarnation == snapshot.incarnation
-        self._snapshots.pop((snapshot.key, snapshot.operation), None)
+        self.records.snapshots.pop((snapshot.key, snapshot.operation), None)
         for extent in snapshot.extents:
             self._give_up(extent, wpg if is_same else None)
-        self._ledger.announce()
+        self.ledger.announce()
 
     def _give_up(self, extent: int, wpg: Wpg | None) -> None:
         if wpg is None or wpg.is_lost:
-            self._memory.free(extent)
+            self.memory.free(extent)
         else:
-            self._memory.park(extent, pool_of(wpg))
+            self.memory.park(extent, pool_of(wpg))
 
     async def _copy_all(self, wpg: Wpg, extents: list[int], seq: int) -> None:
         targets = dict(zip(wpg.ranks, extents, strict=True))
 
         async def stage(rank: Rank) -> None:
-            extent = self._memory[targets[rank]]
+            extent = self.memory[targets[rank]]
             if rank.state is State.RESIDENT:
-                applied = (await self._ranks.order(rank, StageState(), [extent.fd])).applied
+                applied = (await self.ranks.order(rank, StageState(), [extent.fd])).applied
             else:
                 applied = rank.applied
-                source, target = self._copies.bytes_for(rank), extent.view(rank.extent_bytes)
+                source, target = self.copies.bytes_for(rank), extent.view(rank.extent_bytes)
                 await asyncio.to_thread(copy, target, source)
                 if rank.digest and not await has_digest(target, rank.digest):
                     raise bad_copy(rank, "it is not what its digest says")
@@ -147,8 +136,8 @@ class Staging:
                     remedy="take the snapshot between operations, at the seq that was applied last",
                 )
 
-        async with self._tiering.in_host(wpg), self._ranks.holding(wpg):
-            self._residency.check_ready(wpg)
+        async with self.tiering.in_host(wpg), self.ranks.holding(wpg):
+            self.records.residency.check_ready(wpg)
             await on_each_device(wpg.ranks, stage)
 
     # --- Checksums -------------------------------------------------------------------------------
@@ -162,18 +151,18 @@ class Staging:
 
     def _begin_checksums(self, snapshot: Snapshot) -> asyncio.Future[None]:
         # The views are made now: by the time that the task runs, the snapshot may be freed.
-        memories = [self._memory[p.extent].view(p.num_bytes) for p in snapshot.parts]
+        memories = [self.memory[p.extent].view(p.num_bytes) for p in snapshot.parts]
         ended = self._under_way[snapshot] = asyncio.get_running_loop().create_future()
-        self._background.start(self._take_checksums(snapshot, memories, ended))
+        self.background.start(self._take_checksums(snapshot, memories, ended))
         return ended
 
     async def _take_checksums(
         self, snapshot: Snapshot, memories: list[memoryview], ended: asyncio.Future[None]
     ) -> None:
-        stopped = self._background.stopped
+        stopped = self.background.stopped
         try:
             with error_boundary(metrics.UNFORESEEN, "checkpoint"):
-                async with self._ledger.change():
+                async with self.ledger.change():
                     for part, memory in zip(snapshot.parts, memories, strict=True):
                         checksums = await asyncio.to_thread(checksums_of, memory, stopped)
                         if stopped.is_set():

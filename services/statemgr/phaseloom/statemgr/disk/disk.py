@@ -154,16 +154,12 @@ def probe(directory: Path) -> DiskPath:
     """The fastest method that works in a directory. Raises nothing: where nothing can be written
     now, each later write fails by itself."""
     try:
-        return _probe(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory, prefix=PROBE_PREFIX) as scratch:
+            why_not_direct = _why_not_direct(Path(scratch) / "direct")
     except OSError as error:
         why = f"nothing can be written in {directory}: {error.strerror}"
         return DiskPath(DiskMethod.BUFFERED, 1, why)
-
-
-def _probe(directory: Path) -> DiskPath:
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory, prefix=PROBE_PREFIX) as scratch:
-        why_not_direct = _why_not_direct(Path(scratch) / "direct")
     if why_not_direct:
         return DiskPath(DiskMethod.BUFFERED, 1, f"direct I/O: {why_not_direct}")
     return DiskPath(DiskMethod.DIRECT, PAGE_BYTES, "a direct round trip came back")
@@ -340,6 +336,20 @@ def _in_two_steps(
         return [each.result().result() for each in begun]
 
 
+def copy(target: memoryview, source: memoryview) -> None:
+    """Copy bytes between two views of the same length.
+
+    Blocking and long: run it in a thread. It releases the interpreter, which slice assignment does
+    not.
+    """
+    assert len(target) == len(source)
+    ctypes.memmove(_address(target), _address(source), len(source))
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof((ctypes.c_char * len(view)).from_buffer(view))
+
+
 @contextmanager
 def threads(number: int) -> Iterator[ThreadPoolExecutor]:
     """A pool of threads. On leaving, work that has begun is waited for and other work is
@@ -357,17 +367,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-def copy(target: memoryview, source: memoryview) -> None:
-    """Copy bytes between two views of the same length.
-
-    Blocking and long: run it in a thread. It releases the interpreter, which slice assignment does
-    not.
-    """
-    assert len(target) == len(source)
-    ctypes.memmove(_address(target), _address(source), len(source))
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof((ctypes.c_char * len(view)).from_buffer(view))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec.structs import asdict
@@ -52,41 +53,27 @@ from phaseloom.statemgr.tiering.tiering import Tiering
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Handover:
     """One handover: `take` every handle, `restore`, let the ranks `resume`, then `finish`."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        records: Records,
-        memory: HostMemory,
-        ranks: Ranks,
-        tiering: Tiering,
-        *,
-        copies: HostCopyStore,
-        host_seals: HostSealStore,
-        frozen: FrozenCopies,
-        digests: Digests,
-        index: str,
-    ) -> None:
-        """Args: index: the name of the handles that the agent kept."""
-        self._ledger = ledger
-        self._records = records
-        self._residency = records.residency
-        self._memory = memory
-        self._ranks = ranks
-        self._tiering = tiering
-        self._store = copies
-        self._host_seals = host_seals
-        self._frozen = frozen
-        self._digests = digests
-        self._index = index
-        self._handles: dict[int, int] = {}
-        self._missing: set[Rank] = set()
-        """The ranks that have memory, and have not come back yet."""
-        self._lost: list[DeploymentKey] = []
-        self._copies: dict[int, HostCopy] = {}
-        """The host copies whose memory or file is there, by number."""
+    ledger: Ledger
+    records: Records
+    memory: HostMemory
+    ranks: Ranks
+    tiering: Tiering
+    copies: HostCopyStore
+    frozen: FrozenCopies
+    host_seals: HostSealStore
+    digests: Digests
+    index: str
+    """The name of the handles that the agent kept."""
+    _handles: dict[int, int] = field(default_factory=dict, init=False)
+    _missing: set[Rank] = field(default_factory=set, init=False)
+    """The ranks that have memory, and have not come back yet."""
+    _lost: list[DeploymentKey] = field(default_factory=list, init=False)
+    _copies: dict[int, HostCopy] = field(default_factory=dict, init=False)
+    """The host copies whose memory or file is there, by number."""
 
     def take(self, handles: list[int], fds: list[int]) -> None:
         """Take some handles of the daemon before, each with its descriptor.
@@ -117,7 +104,7 @@ class Handover:
             close_fds(index)
             return self._give_up(agent, f"its index cannot be read: {error}")
         for key, incarnation in manifest.fences:
-            self._residency.fence(key, incarnation)
+            self.records.residency.fence(key, incarnation)
         # At the same time, in many threads: agent and ranks wait for what is verified.
         await asyncio.gather(*map(self._restore_copy, manifest.host_copies))
         for wpg in manifest.wpgs:
@@ -128,9 +115,9 @@ class Handover:
             await asyncio.gather(*map(self._restore_version, versions))
         # Only now: a copy that nobody refers to may be the memory of a version all the same.
         for copy in self._copies.values():
-            if not self._records.host_copies.is_known(copy):
-                self._store.free_memory(copy)
-        for alive in self._residency.alive():
+            if not self.records.host_copies.is_known(copy):
+                self.copies.free_memory(copy)
+        for alive in self.records.residency.alive():
             await self._check_prepared(alive)
         for snapshot in manifest.snapshots:
             self._restore_snapshot(snapshot)
@@ -139,14 +126,14 @@ class Handover:
         close_fds(self._handles.values())
         self._handles.clear()
         # Only now: before, the manifest that would be recorded was not whole.
-        self._ledger.handles.take_over(agent, self._index, index, found[0] if found else 0, held)
+        self.ledger.handles.take_over(agent, self.index, index, found[0] if found else 0, held)
         return manifest.endpoint
 
     def _give_up(self, agent: Peer[StateMessage], why: str) -> str:
         log.error("nothing can be taken over from the daemon before: %s", why)
         close_fds(self._handles.values())
         self._handles.clear()
-        self._ledger.handles.attach(agent)
+        self.ledger.handles.attach(agent)
         return ""
 
     def _restore_wpg(self, entry: WpgEntry) -> None:
@@ -158,13 +145,13 @@ class Handover:
             wpg.prepared = PreparedSeal(entry.prepared)
         for index, described in enumerate(entry.ranks):
             wpg.ranks.append(Rank(wpg, index, described.device, described.token))
-        if max(wpg.devices) >= len(self._residency.device_budget_bytes):
+        if max(wpg.devices) >= len(self.records.residency.device_budget_bytes):
             self._lose(wpg, "its device is no longer configured")
             return
-        self._residency.take_over(wpg)
+        self.records.residency.take_over(wpg)
         for rank, described in zip(wpg.ranks, entry.ranks, strict=True):
             if not self._restore_rank(rank, described):
-                self._residency.end_seal(wpg)
+                self.records.residency.end_seal(wpg)
                 self._lose(wpg, "its memory is not what the index says")
                 return
 
@@ -186,7 +173,7 @@ class Handover:
                 setattr(rank, name, getattr(entry, name))
         rank.loans = dict(entry.loans)
         if copy is not None:
-            host_copies = self._records.host_copies
+            host_copies = self.records.host_copies
             if not host_copies.is_known(copy):
                 host_copies.take_over(copy)
             host_copies.attach(rank, copy)
@@ -207,15 +194,15 @@ class Handover:
                 self._copies[copy.number] = copy
             return
         if is_above and extent and self._take_extent(extent, size, name):
-            if await has_digest(self._store.bytes_of(copy), copy.digest):
+            if await has_digest(self.copies.bytes_of(copy), copy.digest):
                 copy.state = State.HOST
-                copy.is_immutable = self._memory[extent].is_frozen
+                copy.is_immutable = self.memory[extent].is_frozen
                 self._copies[copy.number] = copy
                 return
-            self._memory.free(extent)
+            self.memory.free(extent)
         copy.extent = None
         copy.state = State.DEMOTED
-        if await asyncio.to_thread(self._tiering.is_demoted, copy, copy.digest):
+        if await asyncio.to_thread(self.tiering.is_demoted, copy, copy.digest):
             self._copies[copy.number] = copy
         else:
             log.error("%s cannot be taken over", copy)
@@ -225,12 +212,12 @@ class Handover:
         if not self._take_extent(seal.extent, seal.num_bytes, seal.name):
             return
         try:
-            self._host_seals.parts_of(seal)
+            self.host_seals.parts_of(seal)
         except ResourceError as error:
             log.error("%s", error)
-            self._memory.free(seal.extent)
+            self.memory.free(seal.extent)
             return
-        self._host_seals.records[seal.key, seal.seq] = seal
+        self.host_seals.records[seal.key, seal.seq] = seal
 
     def _restore_snapshot(self, snapshot: Snapshot) -> None:
         """Take over a checkpoint's snapshot, which the next request to write it will find."""
@@ -238,10 +225,10 @@ class Handover:
         for part in snapshot.parts:
             if not self._take_extent(part.extent, part.num_bytes, str(snapshot)):
                 for extent in taken:
-                    self._memory.free(extent)
+                    self.memory.free(extent)
                 return
             taken.append(part.extent)
-        self._records.snapshots[snapshot.key, snapshot.operation] = snapshot
+        self.records.snapshots[snapshot.key, snapshot.operation] = snapshot
 
     def _take_extent(
         self, extent: int, num_bytes: int, name: str, *, is_vacated: bool = False
@@ -252,15 +239,15 @@ class Handover:
                  is_vacated: whether the extent's bytes are on NVMe.
         Returns: False: the memory was not handed over, or is not what the manifest says.
         """
-        if extent in self._memory.extents_in_use():
-            self._memory.hold(extent)
+        if extent in self.memory.extents_in_use():
+            self.memory.hold(extent)
             return True
         fd = self._handles.get(extent)
         if fd is None:
             log.error("the memory for %s was not handed over", name)
             return False
         try:
-            self._memory.take_over(extent, fd, num_bytes, name, is_vacated=is_vacated)
+            self.memory.take_over(extent, fd, num_bytes, name, is_vacated=is_vacated)
         except ResourceError as error:
             log.error("%s", error)
             return False
@@ -274,26 +261,26 @@ class Handover:
         if entry.key.is_copy:
             return  # a node that needs the copy fetches it again
         # Only its policy can make it again, from the log; syncs of this version wait for that.
-        policy = self._residency.find(entry.key.policy)
-        if policy is not None and entry.digest and self._records.versions.find(entry.key) is None:
+        policy = self.records.residency.find(entry.key.policy)
+        if policy is not None and entry.digest and self.records.versions.find(entry.key) is None:
             self._lose(policy, f"version {entry.key} is bad, and on no disk")
 
     async def _is_version_kept(self, entry: VersionEntry) -> bool:
         if not self._take_extent(entry.extent, entry.num_bytes, f"version {entry.key}"):
             return False
         if entry.digest:
-            memory = self._memory[entry.extent].view(entry.num_bytes)
+            memory = self.memory[entry.extent].view(entry.num_bytes)
             is_good = await has_digest(memory, entry.digest)
         else:
             # The version is not committed: its writer goes on, or is lost and the version with it.
-            is_good = self._residency.is_alive(entry.key.policy, entry.incarnation)
+            is_good = self.records.residency.is_alive(entry.key.policy, entry.incarnation)
         version = Version(**asdict(entry))
         # The manifest does not name the readers that have it mapped: any of its job may.
         job = entry.key.policy.job_key
-        version.readers = {wpg for wpg in self._residency.alive() if wpg.key.job_key == job}
-        if is_good and self._records.versions.take_over(version):
+        version.readers = {wpg for wpg in self.records.residency.alive() if wpg.key.job_key == job}
+        if is_good and self.records.versions.take_over(version):
             return True
-        self._memory.free(entry.extent)
+        self.memory.free(entry.extent)
         return False
 
     async def _check_prepared(self, wpg: Wpg) -> None:
@@ -302,9 +289,9 @@ class Handover:
         for rank in wpg.ranks:
             # Snapshots of host-only state were not kept, and the rank may have worked on there.
             is_known = rank.is_dirty or rank.frozen
-            is_kept = is_known or await has_digest(self._store.bytes_for(rank), rank.digest)
+            is_kept = is_known or await has_digest(self.copies.bytes_for(rank), rank.digest)
             if rank.host_bytes or not is_kept:
-                self._residency.end_seal(wpg)
+                self.records.residency.end_seal(wpg)
                 return
 
     async def resume(self, message: RankResume) -> Rank:
@@ -314,7 +301,7 @@ class Handover:
                 another heap than before. ResourceError: DATA_LOSS: its host copy is bad. After the
                 last two its incarnation is over.
         """
-        rank = self._residency.known(message.token)
+        rank = self.records.residency.known(message.token)
         if rank not in self._missing:
             raise CallerError(f"{rank} is not awaited", code=Code.PERMISSION_DENIED, field="token")
         heap = (message.heap_bytes, message.host_bytes, message.tensors)
@@ -324,18 +311,18 @@ class Handover:
         if rank.frozen:
             await self._resume_frozen(rank, message)
         elif not message.filled:
-            self._residency.resume(rank, State.FILLING)
+            self.records.residency.resume(rank, State.FILLING)
         elif message.resident:
             self._occupy(rank)
-            self._residency.resume(rank, State.RESIDENT)
+            self.records.residency.resume(rank, State.RESIDENT)
         else:
             digest = message.digest or rank.digest
             await self._find_tier(rank, digest)
             rank.copied(message.applied, digest)
-            self._residency.resume(rank, State.HOST)
-            self._digests.begin([rank])
+            self.records.residency.resume(rank, State.HOST)
+            self.digests.begin([rank])
         self._missing.discard(rank)
-        self._ledger.announce()
+        self.ledger.announce()
         return rank
 
     async def _resume_frozen(self, rank: Rank, message: RankResume) -> None:
@@ -346,13 +333,13 @@ class Handover:
         if rank.copy is None and not message.filled:
             state = State.FILLING
         elif message.filled and not message.resident and await self._has_copied(rank, digest):
-            self._frozen.settle_copy(rank, message.applied, digest)
+            self.frozen.settle_copy(rank, message.applied, digest)
         elif rank.copy is not None and (message.resident or rank.copy.digest == digest):
-            self._frozen.drop_copy(rank)
+            self.frozen.drop_copy(rank)
             state = State.RESIDENT if message.resident else State.HOST
         else:
             raise self._bad_copy(rank)
-        self._residency.resume(rank, state)
+        self.records.residency.resume(rank, state)
 
     def _bad_copy(self, rank: Rank) -> ResourceError:
         self._lose(rank.wpg, "its host copy cannot be verified")
@@ -361,7 +348,7 @@ class Handover:
     async def _has_copied(self, rank: Rank, digest: str) -> bool:
         if rank.new_extent is None:
             return False
-        memory = self._memory[rank.new_extent]
+        memory = self.memory[rank.new_extent]
         return await has_digest(memory.readable(rank.extent_bytes), digest)
 
     def _occupy(self, rank: Rank) -> None:
@@ -380,7 +367,7 @@ class Handover:
             self._lose(rank.wpg, "a part of its state was in memory that is given back")
             raise ResourceError(f"the host memory of {rank} is gone", code=Code.DATA_LOSS)
         try:
-            self._memory.occupy(copy.extent, f"the host copy of {rank.owner}")
+            self.memory.occupy(copy.extent, f"the host copy of {rank.owner}")
         except ResourceError:
             self._lose(rank.wpg, "there is no memory for its host copy any more")
             raise
@@ -395,25 +382,25 @@ class Handover:
         assert copy is not None
         is_below = copy.state in ON_NVME
         copy.state = State.HOST
-        if not is_below and (not digest or await has_digest(self._store.bytes_of(copy), digest)):
+        if not is_below and (not digest or await has_digest(self.copies.bytes_of(copy), digest)):
             # Without a digest the copy is dirty: the rank has copied it out, and it is not hashed.
             return
-        if not await asyncio.to_thread(self._tiering.is_demoted, copy, digest):
+        if not await asyncio.to_thread(self.tiering.is_demoted, copy, digest):
             raise self._bad_copy(rank)
         if not is_below:
-            self._store.vacate(copy)
+            self.copies.vacate(copy)
         copy.state = State.DEMOTED
 
     def begin_again(self, token: str) -> None:
         """Free the extent of a rank that says hello: it never heard of that extent."""
-        rank = self._residency.known(token)
+        rank = self.records.residency.known(token)
         if rank in self._missing:
             self._missing.discard(rank)
-            self._store.detach(rank)
-            extent = self._residency.reset(rank)
+            self.copies.detach(rank)
+            extent = self.records.residency.reset(rank)
             if extent is not None:
-                self._memory.free(extent)
-            self._ledger.announce()
+                self.memory.free(extent)
+            self.ledger.announce()
 
     async def finish(self, timeout_s: float) -> list[DeploymentKey]:
         """Wait for the ranks; those that do not come back in time are lost.
@@ -422,12 +409,12 @@ class Handover:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                await self._ledger.until(lambda: not self._awaited())
+                await self.ledger.until(lambda: not self._awaited())
         except TimeoutError:
             for wpg in {rank.wpg for rank in self._awaited()}:
                 self._lose(wpg, f"not all of its ranks came back within {timeout_s:.0f} s")
-        for copy in self._records.host_copies.all():
-            self._store.compare_later(copy)
+        for copy in self.records.host_copies.all():
+            self.copies.compare_later(copy)
         return self._lost
 
     def _awaited(self) -> list[Rank]:
@@ -436,4 +423,4 @@ class Handover:
     def _lose(self, wpg: Wpg, why: str) -> None:
         log.error("%s is lost with the daemon before: %s", wpg, why)
         self._lost.append(wpg.key)
-        self._ranks.retire(wpg, why)
+        self.ranks.retire(wpg, why)

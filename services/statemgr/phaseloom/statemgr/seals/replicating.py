@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -35,29 +36,21 @@ from phaseloom.statemgr.versions.weights import Weights
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Replicator:
-    def __init__(
-        self,
-        records: Records,
-        host_seals: HostSealStore,
-        directory: StateDirectory,
-        sealer: Sealer,
-        weights: Weights,
-        *,
-        home: Home,
-    ) -> None:
-        self._residency = records.residency
-        self._versions = records.versions
-        self._host_seals = host_seals
-        self._directory = directory
-        self._sealer = sealer
-        self._weights = weights
-        self._home = home
-        self._fetching: WeakValueDictionary[FileName, asyncio.Lock] = WeakValueDictionary()
-        self._elsewhere: dict[DeploymentKey, FetchState] = {}
-        """The last request for each deployment that named sources, which may have its files."""
-        self._under_way: dict[DeploymentKey, list[FetchState]] = {}
-        """The requests whose files are being fetched, by deployment."""
+    records: Records
+    host_seals: HostSealStore
+    directory: StateDirectory
+    sealer: Sealer
+    weights: Weights
+    home: Home
+    _fetching: WeakValueDictionary[FileName, asyncio.Lock] = field(
+        default_factory=WeakValueDictionary, init=False
+    )
+    _elsewhere: dict[DeploymentKey, FetchState] = field(default_factory=dict, init=False)
+    """The last request for each deployment that named sources, which may have its files."""
+    _under_way: dict[DeploymentKey, list[FetchState]] = field(default_factory=dict, init=False)
+    """The requests whose files are being fetched, by deployment."""
 
     async def fetch(self, request: FetchState) -> None:
         """Fetch the files that a request names, unless they are on this disk or in host memory."""
@@ -65,24 +58,24 @@ class Replicator:
         self._note_kept(request)
         await self._fetch_files(self._lacking(request))
         if request.keeps is not None:
-            await self._weights.keep(request.keeps, request.sources)
+            await self.weights.keep(request.keeps, request.sources)
         if request.holds is not None:
             # Ahead of the version's sync, which fetches it if this fails.
             try:
-                await self._weights.get(request.holds, request.sources)
+                await self.weights.get(request.holds, request.sources)
             except PhaseloomError as error:
                 log.info("version %s is not fetched ahead: %s", request.holds.version, error)
 
     def _note_kept(self, request: FetchState) -> None:
         """Note that versions that ranks here had fetched stay, as the files that are fetched do."""
         for seq in request.versions:
-            self._weights.mark_kept(VersionKey(request.deployment, seq))
+            self.weights.mark_kept(VersionKey(request.deployment, seq))
 
     def _lacking(self, request: FetchState) -> FetchState:
         """The request without the seal and the versions that are in host memory."""
         key, ranks = request.deployment, (request.rank_offset, request.num_ranks)
-        versions = self._versions
-        is_kept = self._sealer.is_kept(key, request.seal_seq, ranks)
+        versions = self.records.versions
+        is_kept = self.sealer.is_kept(key, request.seal_seq, ranks)
         return msgspec.structs.replace(
             request,
             seal_seq=0 if is_kept else request.seal_seq,
@@ -127,7 +120,7 @@ class Replicator:
         if await self._is_here(name):
             return
         if request.ticket is not None and request.sources:
-            remote = RemoteFile(name, request.ticket, request.sources, self._home)
+            remote = RemoteFile(name, request.ticket, request.sources, self.home)
             for part in (await remote.describe()).parts:
                 await self._have(msgspec.structs.replace(name, part=part), request)
         await self._have(name, request)
@@ -146,29 +139,29 @@ class Replicator:
 
         Args: ranks: as in `StateHeader.is_of`.
         """
-        path = path_of(self._directory, name)
+        path = path_of(self.directory, name)
         header = await asyncio.to_thread(header_of, path)
         return header is not None and header.is_of(*ranks)
 
     async def _fetch_file(self, name: FileName, request: FetchState) -> None:
         if request.ticket is None or not request.sources:
             raise CallerError(f"nobody is known to have {name}", field="sources")
-        remote = RemoteFile(name, request.ticket, request.sources, self._home)
+        remote = RemoteFile(name, request.ticket, request.sources, self.home)
         ranks = (request.rank_offset, request.num_ranks)
-        header = await remote.fetch(self._directory, ranks=ranks)
+        header = await remote.fetch(self.directory, ranks=ranks)
         if self._is_forgotten(request):
-            await asyncio.to_thread(self._directory.discard, path_of(self._directory, name))
+            await asyncio.to_thread(self.directory.discard, path_of(self.directory, name))
             raise _forgotten(name)
         self._found(name, header)
 
     def _found(self, name: FileName, header: StateHeader) -> None:
         if name.kind == "seal":
-            self._sealer.add_from_disk(header, str(path_of(self._directory, name)))
+            self.sealer.add_from_disk(header, str(path_of(self.directory, name)))
             return
         key = VersionKey(name.deployment, name.seq, name.part)
-        version = self._versions.find(key)
+        version = self.records.versions.find(key)
         if version is None:
-            self._weights.add_from_disk(header)
+            self.weights.add_from_disk(header)
         elif version.digest == header.digest:
             version.is_on_disk = version.is_kept = True
             version.is_ahead = False
@@ -188,7 +181,7 @@ class Replicator:
         """
         key, seq = rank.wpg.key, rank.wpg.seal_seq
         try:
-            await self._sealer.fill(rank)
+            await self.sealer.fill(rank)
         except ResourceError as error:
             if error.info.code is not Code.DATA_LOSS:
                 raise
@@ -202,18 +195,18 @@ class Replicator:
             except PhaseloomError as second:
                 log.error("%s", second)
                 raise error from second
-            self._host_seals.drop(key, seq)
-            await self._sealer.fill(rank)
+            self.host_seals.drop(key, seq)
+            await self.sealer.fill(rank)
 
     # --- copies for other nodes ------------------------------------------------------------------
 
     async def open(self, name: FileName) -> tuple[StateHeader, Served]:
         """The header and the blocks of a file that this node has. Raises: as `open_file`."""
-        return await open_file(self._host_seals, self._directory, name)
+        return await open_file(self.host_seals, self.directory, name)
 
     async def parts_of(self, name: FileName) -> list[str]:
         """The parts of a weights version that are on this disk; empty for other files."""
-        return await parts_of(self._directory, name)
+        return await parts_of(self.directory, name)
 
     async def keep(self, asked: KeepFiles) -> None:
         """Fetch another node's files, as a replica of them."""
@@ -230,7 +223,7 @@ class Replicator:
         )
         self._note_kept(request)
         await self._fetch_files(request)
-        await self._sealer.remove_superseded(key, asked.seal_seq, asked.committed)
+        await self.sealer.remove_superseded(key, asked.seal_seq, asked.committed)
 
     async def replicate(self, request: WriteSeal) -> None:
         """Return once every replica has the seal, and the versions with it, on its disk.
@@ -245,18 +238,18 @@ class Replicator:
     async def _hand_over(self, endpoint: str, request: WriteSeal) -> None:
         if request.ticket is None:
             raise CallerError("replicas without a ticket", field="ticket")
-        wpg = self._residency.current(request.deployment, request.incarnation)
+        wpg = self.records.residency.current(request.deployment, request.incarnation)
         asked = KeepFiles(
             request.deployment,
             request.seq,
             request.versions,
             request.committed,
-            self._home.endpoint,
+            self.home.endpoint,
             request.ticket,
             wpg.rank_offset,
             wpg.num_ranks,
         )
-        await call_once(endpoint, asked, wire.FilesKept, self._home)
+        await call_once(endpoint, asked, wire.FilesKept, self.home)
 
 
 def _forgotten(name: FileName) -> ResourceError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -31,36 +32,23 @@ from phaseloom.statemgr.tiering.tiering import Tiering
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Sealer:
-    def __init__(
-        self,
-        ledger: Ledger,
-        records: Records,
-        memory: HostMemory,
-        ranks: Ranks,
-        tiering: Tiering,
-        *,
-        copies: HostCopyStore,
-        frozen: FrozenCopies,
-        host_seals: HostSealStore,
-        verify_version: Callable[[VersionKey], Awaitable[None]],
-    ) -> None:
-        """Args: verify_version: drops the copy of a version here if it is bad; raises
-        PhaseloomError if the version is lost.
-        """
-        self._ledger = ledger
-        self._residency = records.residency
-        self._versions = records.versions
-        self._memory = memory
-        self._ranks = ranks
-        self._tiering = tiering
-        self._copies = copies
-        self._directory = copies.directory
-        self._frozen = frozen
-        self._host_seals = host_seals
-        self._verify_version = verify_version
-        self._seals: dict[DeploymentKey, dict[int, Sealed]] = {}
-        self._writing: WeakValueDictionary[DeploymentKey, asyncio.Lock] = WeakValueDictionary()
+    ledger: Ledger
+    records: Records
+    memory: HostMemory
+    ranks: Ranks
+    tiering: Tiering
+    copies: HostCopyStore
+    frozen: FrozenCopies
+    host_seals: HostSealStore
+    verify_version: Callable[[VersionKey], Awaitable[None]]
+    """Drops the copy of a version here if it is bad; raises PhaseloomError if the version is
+    lost."""
+    _seals: dict[DeploymentKey, dict[int, Sealed]] = field(default_factory=dict, init=False)
+    _writing: WeakValueDictionary[DeploymentKey, asyncio.Lock] = field(
+        default_factory=WeakValueDictionary, init=False
+    )
 
     def add_from_disk(self, header: StateHeader, file: str) -> None:
         """Add a seal that was found on disk."""
@@ -74,30 +62,30 @@ class Sealer:
         Raises: CallerError: FAILED_PRECONDITION: another seq was applied last.
                 ResourceError: the incarnation is stale, or a rank is lost.
         """
-        wpg = self._residency.current(request.deployment, request.incarnation)
-        async with self._tiering.in_host(wpg), self._ranks.holding(wpg):
+        wpg = self.records.residency.current(request.deployment, request.incarnation)
+        async with self.tiering.in_host(wpg), self.ranks.holding(wpg):
             if self._find(wpg, request.seq) is not None:
                 return
             if wpg.prepared is not None and wpg.prepared.seq == request.seq:
                 return
-            await self._ledger.until(lambda: wpg.prepared is None or not wpg.prepared.is_writing)
-            self._residency.end_seal(wpg)
-            self._ranks.settle(wpg)
-            self._residency.check_ready(wpg)
+            await self.ledger.until(lambda: wpg.prepared is None or not wpg.prepared.is_writing)
+            self.records.residency.end_seal(wpg)
+            self.ranks.settle(wpg)
+            self.records.residency.check_ready(wpg)
             try:
                 await on_each_device(wpg.on_device, self._copy)
                 for rank in wpg.ranks:
                     await self._snapshot(rank)
-                self._residency.prepare_seal(wpg, request.seq)
+                self.records.residency.prepare_seal(wpg, request.seq)
             except BaseException:
-                self._ranks.settle(wpg)
+                self.ranks.settle(wpg)
                 raise
 
     async def _copy(self, rank: Rank) -> None:
-        self._residency.begin_copy_out(rank, release=False)
-        copied = await self._frozen.copy_out(rank, release=False)
+        self.records.residency.begin_copy_out(rank, release=False)
+        copied = await self.frozen.copy_out(rank, release=False)
         # The digest is taken as it is written.
-        self._residency.finish_copy_out(rank, copied.applied, rank.digest)
+        self.records.residency.finish_copy_out(rank, copied.applied, rank.digest)
 
     async def _snapshot(self, rank: Rank) -> None:
         """Copy the state of a rank that lives in host memory alone: the rank changes that state
@@ -105,12 +93,12 @@ class Sealer:
         if not rank.host_bytes:
             return
         what = f"the seal of {rank.owner}'s state in host memory"
-        async with self._tiering.reserved(rank.host_bytes, what) as snapshot:
+        async with self.tiering.reserved(rank.host_bytes, what) as snapshot:
             if rank.extent is None:
                 raise ResourceError(f"{rank} is lost")
             rank.snapshot = snapshot
-        source = self._memory[rank.extent].view(rank.extent_bytes)[host_start(rank.heap_bytes) :]
-        await asyncio.to_thread(copy, self._memory[snapshot].view(rank.host_bytes), source)
+        source = self.memory[rank.extent].view(rank.extent_bytes)[host_start(rank.heap_bytes) :]
+        await asyncio.to_thread(copy, self.memory[snapshot].view(rank.host_bytes), source)
 
     async def write(self, request: WriteSeal) -> Sealed:
         """Write the versions and then the prepared copies to disk, or keep the copies in host
@@ -119,28 +107,28 @@ class Sealer:
         Raises: CallerError: the seal is not prepared, or a version is not here. ResourceError: the
                 disk is full or fails; the previous seal stands.
         """
-        wpg = self._residency.current(request.deployment, request.incarnation)
-        await self._ledger.until(lambda: wpg.prepared is None or not wpg.prepared.is_writing)
+        wpg = self.records.residency.current(request.deployment, request.incarnation)
+        await self.ledger.until(lambda: wpg.prepared is None or not wpg.prepared.is_writing)
         stored = self._find(wpg, request.seq)
         is_kept = request.durability is Durability.HOST
         if stored is not None:
             await self._make_durable(wpg, request.versions, is_kept=is_kept)
             return stored
-        self._residency.begin_write(wpg, request.seq)
+        self.records.residency.begin_write(wpg, request.seq)
         # An earlier incarnation may be writing still: only one writes a name at a time.
         writing = self._writing.setdefault(wpg.key, asyncio.Lock())
         try:
             await self._make_durable(wpg, request.versions, is_kept=is_kept)
             write = self._keep if is_kept else self._write
             async with writing:
-                current = self._residency.find(wpg.key)
+                current = self.records.residency.find(wpg.key)
                 if current not in {None, wpg}:
                     # An older incarnation replaces nothing of a newer.
                     raise ResourceError(f"{wpg} is over: {current} has come", code=Code.ABORTED)
                 sealed = await write(wpg, request.seq)
         finally:
-            self._residency.end_seal(wpg)
-            self._ranks.settle(wpg)
+            self.records.residency.end_seal(wpg)
+            self.ranks.settle(wpg)
         self._seals.setdefault(wpg.key, {})[request.seq] = sealed
         wpg.sealed.add(request.seq)
         await self.remove_superseded(wpg.key, request.seq, request.committed)
@@ -153,91 +141,91 @@ class Sealer:
         Raises: ResourceError: DATA_LOSS, naming the file. CallerError: the seal has another layout.
         """
         wpg = rank.wpg
-        kept = self._host_seals.records.get((wpg.key, wpg.seal_seq))
+        kept = self.host_seals.records.get((wpg.key, wpg.seal_seq))
         if kept is not None:
-            places = self._host_seals.parts_of(kept)
-            image = MemoryFile(self._host_seals.bytes_of(kept))
+            places = self.host_seals.parts_of(kept)
+            image = MemoryFile(self.host_seals.bytes_of(kept))
             read: Callable[[Place, memoryview], None] = partial(read_part, image, cancelled=NEVER)
         else:
-            path = self._directory.seal(wpg.key, wpg.seal_seq)
+            path = self.copies.directory.seal(wpg.key, wpg.seal_seq)
             places = await asyncio.to_thread(find_parts, path)
-            read = self._directory.read
+            read = self.copies.directory.read
         part = section_of(rank, places[0])
         assert rank.extent is not None
-        memory = self._memory[rank.extent].view(part.num_bytes)
+        memory = self.memory[rank.extent].view(part.num_bytes)
         await asyncio.to_thread(read, places[rank.index], memory)
-        self._copies.fill(rank, wpg.seal_seq, part.digest)
+        self.copies.fill(rank, wpg.seal_seq, part.digest)
 
     def abandon(self) -> None:
         """Give up prepared seals that are not being written: the agent that would ask for the
         write is gone."""
-        for wpg in self._residency.unwritten_seals():
+        for wpg in self.records.residency.unwritten_seals():
             log.info("the seal of %s will not be written: its agent is gone", wpg)
-            self._residency.end_seal(wpg)
-            self._ranks.settle(wpg)
+            self.records.residency.end_seal(wpg)
+            self.ranks.settle(wpg)
 
     async def forget(self, key: DeploymentKey) -> None:
         """Delete the seals and all state files of a deployment, of whichever incarnation."""
         self._seals.pop(key, None)
-        for kept in self._host_seals.records.of(key):
-            self._host_seals.drop(key, kept.seq)
-        await asyncio.to_thread(self._directory.clear, key)
+        for kept in self.host_seals.records.of(key):
+            self.host_seals.drop(key, kept.seq)
+        await asyncio.to_thread(self.copies.directory.clear, key)
 
     async def _write(self, wpg: Wpg, seq: int) -> Sealed:
-        path, header = self._directory.seal(wpg.key, seq), _header(wpg, seq)
+        path, header = self.copies.directory.seal(wpg.key, seq), _header(wpg, seq)
         memories = [self._sealed(rank) for rank in wpg.ranks]
-        written = await asyncio.to_thread(self._directory.write, path, header, memories)
+        written = await asyncio.to_thread(self.copies.directory.write, path, header, memories)
         for rank, part in zip(wpg.ranks, written.parts, strict=True):
             if rank.is_dirty and rank.state is State.HOST:
-                self._residency.digested(rank, part.digest)
+                self.records.residency.digested(rank, part.digest)
         return Sealed(str(path), written.digest, written.num_bytes)
 
     async def _keep(self, wpg: Wpg, seq: int) -> Sealed:
         """Write a seal to host memory, where the agent's handles keep it."""
         header = _header(wpg, seq)
         _, num_bytes = layout_of(header)
-        async with self._tiering.reserved(num_bytes, f"seal {seq} of {wpg.key}") as extent:
+        async with self.tiering.reserved(num_bytes, f"seal {seq} of {wpg.key}") as extent:
             kept = HostSeal(wpg.key, seq, extent, num_bytes)
             memories = [self._sealed(rank) for rank in wpg.ranks]
-            image = MemoryFile(self._host_seals.bytes_of(kept))
+            image = MemoryFile(self.host_seals.bytes_of(kept))
             written = await asyncio.to_thread(
                 write_state, image, kept.name, header, memories, NEVER
             )
-            self._host_seals.drop(wpg.key, seq)
-            self._host_seals.records[wpg.key, seq] = kept
+            self.host_seals.drop(wpg.key, seq)
+            self.host_seals.records[wpg.key, seq] = kept
         return Sealed("", written.digest, written.num_bytes)
 
     def _sealed(self, rank: Rank) -> memoryview:
         """The host copy of a rank as it was when the seal was prepared."""
         if rank.snapshot is None:
-            return self._copies.bytes_for(rank)
+            return self.copies.bytes_for(rank)
         assert rank.extent is not None
-        extent = self._memory[rank.extent]
-        snapshot, start = self._memory[rank.snapshot], host_start(rank.heap_bytes)
+        extent = self.memory[rank.extent]
+        snapshot, start = self.memory[rank.snapshot], host_start(rank.heap_bytes)
         return joined(extent, start, snapshot, rank.host_bytes)
 
     async def _make_durable(self, wpg: Wpg, seqs: list[int], *, is_kept: bool) -> None:
         """Put versions on disk, or leave them in host memory, where committed ones are."""
         for seq in seqs:
-            pieces = self._versions.pieces(VersionKey(wpg.key, seq))
+            pieces = self.records.versions.pieces(VersionKey(wpg.key, seq))
             # The manifest last: where a manifest is on disk, the parts are, too.
             for piece in [] if is_kept else reversed(pieces):
                 try:
-                    await self._tiering.versions.persist(piece)
+                    await self.tiering.versions.persist(piece)
                 except ResourceError as error:
                     if error.info.code is Code.DATA_LOSS:
-                        await self._verify_version(piece.key)
+                        await self.verify_version(piece.key)
                     raise
 
     async def remove_superseded(self, key: DeploymentKey, written: int, committed: int) -> None:
-        kept = {seal.seq for seal in self._host_seals.records.of(key)}
+        kept = {seal.seq for seal in self.host_seals.records.of(key)}
         known = kept | self._seals.get(key, {}).keys()
         for seq in superseded_seals(list(known), written, committed):
             self._seals.get(key, {}).pop(seq, None)
-            self._host_seals.drop(key, seq)
-            path = self._directory.seal(key, seq)
+            self.host_seals.drop(key, seq)
+            path = self.copies.directory.seal(key, seq)
             try:
-                await asyncio.to_thread(self._directory.remove, path)
+                await asyncio.to_thread(self.copies.directory.remove, path)
             except OSError as error:
                 log.warning("the old seal %s stays: %s", path, error)
 
@@ -265,10 +253,10 @@ class Sealer:
 
     def _kept_header(self, key: DeploymentKey, seq: int) -> StateHeader | None:
         """The header of a seal in host memory. Raises: ResourceError: DATA_LOSS: it is bad."""
-        kept = self._host_seals.records.get((key, seq))
+        kept = self.host_seals.records.get((key, seq))
         if kept is None:
             return None
-        return self._host_seals.parts_of(kept)[0].header
+        return self.host_seals.parts_of(kept)[0].header
 
 
 def _header(wpg: Wpg, seq: int) -> StateHeader:

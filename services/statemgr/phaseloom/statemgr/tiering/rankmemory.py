@@ -4,6 +4,7 @@ and what it borrows later for as long as an operation needs it."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.state_layout import extent_bytes
@@ -25,26 +26,16 @@ from phaseloom.statemgr.records.records import Records
 from phaseloom.statemgr.tiering.tiering import Tiering
 
 
+@dataclass
 class RankMemory:
-    def __init__(
-        self,
-        ledger: Ledger,
-        records: Records,
-        memory: HostMemory,
-        copies: HostCopyStore,
-        ranks: Ranks,
-        *,
-        tiering: Tiering,
-        restore: Callable[[Rank], Awaitable[None]],
-    ) -> None:
-        """Args: restore: fills a registered heap from the seal that its incarnation begins from."""
-        self._ledger = ledger
-        self._records = records
-        self._memory = memory
-        self._copies = copies
-        self._ranks = ranks
-        self._tiering = tiering
-        self._restore = restore
+    ledger: Ledger
+    records: Records
+    memory: HostMemory
+    copies: HostCopyStore
+    ranks: Ranks
+    tiering: Tiering
+    restore: Callable[[Rank], Awaitable[None]]
+    """Fills a registered heap from the seal that its incarnation begins from."""
 
     async def register_heap(
         self, rank: Rank, request: RegisterHeap
@@ -56,24 +47,24 @@ class RankMemory:
         Raises:  CallerError: the layout is bad. ResourceError: RESOURCE_EXHAUSTED, with the
                  numbers; DATA_LOSS: the seal is bad; ABORTED: the incarnation ended meanwhile.
         """
-        table = self._records.layouts.read(request.tensors)
-        self._records.residency.check_heap(rank, request, table)
+        table = self.records.layouts.read(request.tensors)
+        self.records.residency.check_heap(rank, request, table)
         # The copies of the deployment's other ranks stay: a switch-in needs all of them at once.
         what = f"the host copy of {rank.owner}"
         num_bytes = extent_bytes(request.heap_bytes, request.host_bytes)
-        reserving = self._tiering.reserved(num_bytes, what, may_freeze=request.frozen)
-        with self._records.residency.using(rank.wpg):
+        reserving = self.tiering.reserved(num_bytes, what, may_freeze=request.frozen)
+        with self.records.residency.using(rank.wpg):
             async with reserving as extent:
-                self._records.residency.register_heap(rank, request, table, extent)
+                self.records.residency.register_heap(rank, request, table, extent)
                 # A rank whose device pins memory may share a descriptor of device memory later.
-                if rank in self._ranks.connected:
-                    self._ranks.connected[rank].max_fds = int(rank.pins)
+                if rank in self.ranks.connected:
+                    self.ranks.connected[rank].max_fds = int(rank.pins)
         if rank.wpg.seal_seq:
-            await self._restore(rank)
+            await self.restore(rank)
         rank.wpg.check_alive()
         if rank.extent is None:
             return HeapRegistered(rank.applied), []
-        return HeapRegistered(rank.applied), [self._memory[rank.extent].fd]
+        return HeapRegistered(rank.applied), [self.memory[rank.extent].fd]
 
     async def commit_initial(self, rank: Rank, request: CommitInitial) -> None:
         """Make the bytes with which a rank has filled its extent its initial state.
@@ -87,13 +78,13 @@ class RankMemory:
             raise CallerError(f"{rank} awaits no initial state", code=Code.FAILED_PRECONDITION)
         if request.applied < 0:
             raise CallerError(f"seq {request.applied}", field="applied", remedy="use zero or more")
-        extent = self._memory[rank.extent]
+        extent = self.memory[rank.extent]
         memory = (extent.readable if rank.frozen else extent.view)(rank.extent_bytes)
         if not await has_digest(memory, request.digest):
             raise ResourceError(
                 f"the host copy of {rank} does not match its digest", code=Code.DATA_LOSS
             )
-        self._copies.fill(rank, request.applied, request.digest)
+        self.copies.fill(rank, request.applied, request.digest)
 
     async def borrow(self, rank: Rank, request: BorrowMemory) -> tuple[MemoryLent, list[int]]:
         """Lend memory to a rank; host copies and versions that nothing needs make room for it.
@@ -111,13 +102,13 @@ class RankMemory:
             raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
         if request.loan not in rank.loans and not self._lend_copy(rank, request):
             what = f"{request.what} for {rank.owner}"
-            async with self._tiering.reserved(request.num_bytes, what, pool_of(rank.wpg)) as extent:
+            async with self.tiering.reserved(request.num_bytes, what, pool_of(rank.wpg)) as extent:
                 rank.wpg.check_alive()
                 loan = Loan(extent, request.num_bytes, is_host_copy=False)
                 if rank.loans.setdefault(request.loan, loan) is not loan:
                     raise CallerError(f"{rank} asks twice at once", field="loan")
         loan = rank.loans[request.loan]
-        memory = self._memory[loan.extent]
+        memory = self.memory[loan.extent]
         fd = memory.read_only_fd if loan.is_host_copy else memory.fd
         return MemoryLent(loan.is_host_copy), [fd]
 
@@ -129,7 +120,7 @@ class RankMemory:
             return False
         if copy.extent is None or copy.num_bytes < request.num_bytes:
             return False
-        self._memory.hold(copy.extent)
+        self.memory.hold(copy.extent)
         rank.loans[request.loan] = Loan(copy.extent, copy.num_bytes, is_host_copy=True)
         return True
 
@@ -139,7 +130,7 @@ class RankMemory:
         if loan is None:
             return
         if loan.is_host_copy:
-            self._memory.free(loan.extent)
+            self.memory.free(loan.extent)
         else:
-            self._memory.park(loan.extent, pool_of(rank.wpg))
-        self._ledger.announce()
+            self.memory.park(loan.extent, pool_of(rank.wpg))
+        self.ledger.announce()

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 
 from blake3 import blake3
@@ -46,22 +47,15 @@ _FREEZE_PAUSE_S = 0.05
 rank's answer says."""
 
 
+@dataclass
 class FrozenCopies:
     """Brings host copies up to date; those of frozen ranks only where their heap has changed."""
 
-    def __init__(
-        self,
-        records: Records,
-        memory: HostMemory,
-        copies: HostCopyStore,
-        ranks: Ranks,
-        reserve: Reserve,
-    ) -> None:
-        self._records = records
-        self._memory = memory
-        self._copies = copies
-        self._ranks = ranks
-        self._reserve = reserve
+    records: Records
+    memory: HostMemory
+    copies: HostCopyStore
+    ranks: Ranks
+    reserve: Reserve
 
     async def make_room(self, rank: Rank, version: Version | None = None) -> None:
         """Reserve memory for the next host copy of a frozen rank that is about to write its heap.
@@ -83,9 +77,9 @@ class FrozenCopies:
         if rank.new_extent is not None:
             return rank.new_extent
         what = f"the host copy of {rank.owner}"
-        extent = await self._reserve(rank.extent_bytes, what)
+        extent = await self.reserve(rank.extent_bytes, what)
         if rank.state is State.LOST or rank.new_extent is not None:
-            self._memory.free(extent)
+            self.memory.free(extent)
             raise ResourceError(f"{rank} was lost, or asked twice", code=Code.ABORTED)
         rank.new_extent = extent
         return extent
@@ -93,7 +87,7 @@ class FrozenCopies:
     def drop_copy(self, rank: Rank) -> None:
         """Free the memory that `reserve_copy` has reserved for the rank, if there is any."""
         if rank.new_extent is not None:
-            self._memory.free(rank.new_extent)
+            self.memory.free(rank.new_extent)
             rank.new_extent = None
 
     def settle_copy(self, rank: Rank, applied: int, digest: str) -> None:
@@ -105,8 +99,8 @@ class FrozenCopies:
         Args:   applied: the seq of the state in the extent.
                 digest: the digest of the bytes in the extent.
         """
-        self._copies.detach(rank)
-        self._copies.compare_later(self._records.residency.take_new(rank, applied, digest))
+        self.copies.detach(rank)
+        self.copies.compare_later(self.records.residency.take_new(rank, applied, digest))
 
     async def copy_out(self, rank: Rank, *, release: bool) -> Copied:
         """Bring the host copy of a resident rank up to date.
@@ -115,16 +109,16 @@ class FrozenCopies:
         is reserved and the heap copied.
         """
         if not rank.frozen:
-            return await self._ranks.order(rank, CopyOut(release))
+            return await self.ranks.order(rank, CopyOut(release))
         self._take_held_version(rank)
         rank.is_copying = True
         try:
             order = CopyOut(release, whole_at=rank.applied, digest=rank.digest)
-            copied = await self._ranks.order(rank, order)
+            copied = await self.ranks.order(rank, order)
             if copied.changed:
                 return await self._copied_out(rank, release=release)
             if (copied.applied, copied.digest) != (rank.applied, rank.digest):
-                raise self._ranks.broken_protocol(rank, "it took its host copy for another one")
+                raise self.ranks.broken_protocol(rank, "it took its host copy for another one")
             self.drop_copy(rank)
             return copied
         finally:
@@ -133,9 +127,9 @@ class FrozenCopies:
     async def _copied_out(self, rank: Rank, *, release: bool) -> Copied:
         extent = await self.reserve_copy(rank)
         try:
-            copied = await self._ranks.order(rank, CopyOut(release), [self._memory[extent].fd])
+            copied = await self.ranks.order(rank, CopyOut(release), [self.memory[extent].fd])
             if not copied.digest:
-                raise self._ranks.broken_protocol(rank, "it copied out without a digest")
+                raise self.ranks.broken_protocol(rank, "it copied out without a digest")
             if rank.state is State.LOST:
                 raise ResourceError(f"{rank} was lost as it had copied out")
         except PhaseloomError:
@@ -151,7 +145,7 @@ class FrozenCopies:
             return []
         assert rank.copy is not None
         assert rank.copy.extent is not None
-        return [self._memory[rank.copy.extent].read_only_fd]
+        return [self.memory[rank.copy.extent].read_only_fd]
 
     def hold_version(self, rank: Rank, key: VersionKey, applied: int) -> None:
         """Record that the heap of a frozen rank equals this version, whose memory becomes the
@@ -175,20 +169,20 @@ class FrozenCopies:
         if rank.held_version is None or rank.wpg.prepared is not None or rank.is_copying:
             return
         (key, applied), rank.held_version = rank.held_version, None
-        version = self._records.versions.find(key)
+        version = self.records.versions.find(key)
         if version is None or not version.is_committed or version.extent is None:
             return
         if not _is_copy_of(version, rank):
             return
         self.drop_copy(rank)
-        self._copies.detach(rank)
+        self.copies.detach(rank)
         rank.applied = applied
-        copy = self._records.host_copies.of_version(key, version.extent)
+        copy = self.records.host_copies.of_version(key, version.extent)
         if copy is None:
-            self._memory.hold(version.extent)
-            self._records.host_copies.add(rank, version.extent, version.digest, key)
+            self.memory.hold(version.extent)
+            self.records.host_copies.add(rank, version.extent, version.digest, key)
         else:
-            self._records.host_copies.attach(rank, copy)
+            self.records.host_copies.attach(rank, copy)
 
 
 def _is_copy_of(version: Version, rank: Rank) -> bool:
@@ -197,29 +191,21 @@ def _is_copy_of(version: Version, rank: Rank) -> bool:
     return (version.num_bytes, version.table) == (rank.extent_bytes, rank.table)
 
 
+@dataclass
 class Sharing:
     """The background worker that finds equal frozen copies and merges them."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        memory: HostMemory,
-        copies: HostCopyStore,
-        ranks: Ranks,
-        background: Background,
-    ) -> None:
-        self._ledger = ledger
-        self._memory = memory
-        self._copies = copies
-        self._host_copies = copies.records
-        self._ranks = ranks
-        self._background = background
+    ledger: Ledger
+    memory: HostMemory
+    copies: HostCopyStore
+    ranks: Ranks
+    background: Background
 
     async def run(self) -> None:
         """Compare the queued copies one at a time: hashing is not urgent, so it takes one core at
         most."""
         while True:
-            await self._identify(await self._copies.to_compare.get())
+            await self._identify(await self.copies.to_compare.get())
 
     async def _identify(self, copy: HostCopy) -> None:
         """Freeze and hash a frozen copy, and merge it with its equals.
@@ -231,7 +217,7 @@ class Sharing:
             return
         if not copy.hash:
             await self._take_hash(copy)
-        async with self._ledger.change():
+        async with self.ledger.change():
             if copy.hash:
                 await self._merge(copy)
 
@@ -244,47 +230,47 @@ class Sharing:
             if not self._is_above(copy) or copy.is_immutable:
                 return True
             assert copy.extent is not None
-            copy.is_immutable = self._memory[copy.extent].freeze()
+            copy.is_immutable = self.memory[copy.extent].freeze()
             if not copy.is_immutable:
                 await asyncio.sleep(_FREEZE_PAUSE_S)
         return copy.is_immutable
 
     async def _take_hash(self, copy: HostCopy) -> None:
         if self._is_above(copy) and copy.is_immutable:
-            memory = self._copies.bytes_of(copy)
-            known = await asyncio.to_thread(_hash, memory, self._background.stopped)
+            memory = self.copies.bytes_of(copy)
+            known = await asyncio.to_thread(_hash, memory, self.background.stopped)
             # The digest is a rank's word: it is verified before other ranks depend on the copy.
             if known and not await has_digest(memory, copy.digest):
                 for wpg in copy.wpgs:
-                    self._ranks.retire(wpg, "its host copy is not what its digest says")
+                    self.ranks.retire(wpg, "its host copy is not what its digest says")
             else:
                 copy.hash = known
 
     def _is_above(self, copy: HostCopy) -> bool:
-        return self._host_copies.is_known(copy) and copy.state not in ON_NVME
+        return self.copies.records.is_known(copy) and copy.state not in ON_NVME
 
     async def _merge(self, copy: HostCopy) -> None:
-        known = self._host_copies
+        known = self.copies.records
         while known.is_known(copy) and (twin := known.twin(copy)) is not None:
             pair = (copy, twin)
             if any(each.state in _MOVING for each in pair):
-                await self._ledger.until(partial(self._is_settled, pair))
+                await self.ledger.until(partial(self._is_settled, pair))
                 continue
             kept, gone = pair if copy.state is State.HOST else (twin, copy)
             if twin.state is State.HOST:
                 kept, gone = twin, copy
             moved = known.merge(gone, kept)
-            self._copies.free(gone)
+            self.copies.free(gone)
             # A rank keeps the copy that it loaded last mapped, and with it its memory. A rank that
             # does not answer keeps that memory until it loads again, or is gone.
             for rank in moved:
-                await self._ranks.unmap(rank)
+                await self.ranks.unmap(rank)
             log.info("%s is the same as %s: held once", gone, kept)
             copy = kept
-            self._ledger.announce()
+            self.ledger.announce()
 
     def _is_settled(self, copies: tuple[HostCopy, ...]) -> bool:
-        return not any(c.state in _MOVING and self._host_copies.is_known(c) for c in copies)
+        return not any(c.state in _MOVING and self.copies.records.is_known(c) for c in copies)
 
 
 def _hash(memory: memoryview, stopped: threading.Event) -> str:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span
@@ -40,25 +41,15 @@ All of the heap must be given back; the allowance is for the pages at its edges.
 """
 
 
+@dataclass
 class Switcher:
-    def __init__(
-        self,
-        ledger: Ledger,
-        residency: Residency,
-        ranks: Ranks,
-        tiering: Tiering,
-        frozen: FrozenCopies,
-        *,
-        digests: Digests,
-        device_copies: DeviceCopies,
-    ) -> None:
-        self._ledger = ledger
-        self._residency = residency
-        self._ranks = ranks
-        self._tiering = tiering
-        self._frozen = frozen
-        self._digests = digests
-        self._device_copies = device_copies
+    ledger: Ledger
+    residency: Residency
+    ranks: Ranks
+    tiering: Tiering
+    frozen: FrozenCopies
+    digests: Digests
+    device_copies: DeviceCopies
 
     async def switch_in(self, request: SwitchIn) -> Switched:
         """Bring a deployment into device memory in place of the deployments that it displaces.
@@ -71,11 +62,11 @@ class Switcher:
                 CallerError: the deployment is not known, or not ready.
         """
         key, incarnation = request.deployment, request.incarnation
-        wpg = self._residency.current(key, incarnation)
-        displaced = filter(None, map(self._residency.find, request.displaces))
-        self._digests.begin(wpg.ranks)
-        async with self._tiering.in_host(wpg, *displaced), self._ranks.holding(wpg):
-            plan = self._residency.plan_switch_in(
+        wpg = self.residency.current(key, incarnation)
+        displaced = filter(None, map(self.residency.find, request.displaces))
+        self.digests.begin(wpg.ranks)
+        async with self.tiering.in_host(wpg, *displaced), self.ranks.holding(wpg):
+            plan = self.residency.plan_switch_in(
                 key, incarnation, request.epoch, request.displaces, request.ranks
             )
             trace = telemetry.extract({"traceparent": request.traceparent})
@@ -84,10 +75,10 @@ class Switcher:
     async def switch_out(self, request: SwitchOut) -> Switched:
         """Offload a deployment without loading another; a deployment on NVMe stays there."""
         key, incarnation = request.deployment, request.incarnation
-        wpg = self._residency.current(key, incarnation)
-        with self._residency.using(wpg):
-            async with self._ranks.holding(wpg):
-                ranks = self._residency.plan_switch_out(key, incarnation, request.epoch)
+        wpg = self.residency.current(key, incarnation)
+        with self.residency.using(wpg):
+            async with self.ranks.holding(wpg):
+                ranks = self.residency.plan_switch_out(key, incarnation, request.epoch)
                 return await self._switch(wpg, ranks, [], Context())
 
     async def _switch(
@@ -106,7 +97,7 @@ class Switcher:
             await self._undo(offloaded, loaded, trace)
             raise
         finally:
-            self._digests.begin(offload)
+            self.digests.begin(offload)
         return Switched(
             offload_s=ended - started,
             load_s=time.monotonic() - ended,
@@ -118,7 +109,7 @@ class Switcher:
 
     async def _offload(self, ranks: list[Rank], trace: Context, done: Moved) -> None:
         async def offload(rank: Rank) -> None:
-            await self._ledger.until(lambda: rank.wpg.prepared is None)
+            await self.ledger.until(lambda: rank.wpg.prepared is None)
             with self._span("offload", rank, trace):
                 done[rank] = await self._copy_out(rank)
 
@@ -126,10 +117,10 @@ class Switcher:
 
     async def _load(self, ranks: list[Rank], trace: Context, done: Moved) -> None:
         async def load(rank: Rank) -> None:
-            await self._digests.until_taken(rank)
+            await self.digests.until_taken(rank)
             with self._span("load", rank, trace):
-                self._device_copies.make_way(rank)
-                self._residency.begin_load(rank)
+                self.device_copies.make_way(rank)
+                self.residency.begin_load(rank)
                 done[rank] = await self._copy_in(rank)
 
         await on_each_device(ranks, load)
@@ -139,25 +130,25 @@ class Switcher:
 
         Returns: the seconds of its copy.
         """
-        self._residency.begin_copy_out(rank, release=True)
+        self.residency.begin_copy_out(rank, release=True)
         try:
-            copied = await self._frozen.copy_out(rank, release=True)
+            copied = await self.frozen.copy_out(rank, release=True)
         except PhaseloomError:
             if rank.state is not State.LOST:
-                self._residency.step(rank, Step.OFFLOAD_FAILED)
+                self.residency.step(rank, Step.OFFLOAD_FAILED)
             raise
         if copied.resident_bytes > MAX_RESIDUE_BYTES:
-            self._residency.step(rank, Step.RELEASE_UNVERIFIED)
+            self.residency.step(rank, Step.RELEASE_UNVERIFIED)
             if not rank.frozen:
                 rank.copied(copied.applied, "")
-                await self._digests.until_taken(rank)
+                await self.digests.until_taken(rank)
             await self._copy_in(rank)
             raise ResourceError(
                 f"{rank} still holds {copied.resident_bytes} bytes of device memory after its "
                 "offload",
                 code=Code.ABORTED,
             )
-        self._residency.finish_copy_out(rank, copied.applied, rank.digest)
+        self.residency.finish_copy_out(rank, copied.applied, rank.digest)
         return copied.duration_s
 
     async def _copy_in(self, rank: Rank) -> float:
@@ -165,18 +156,18 @@ class Switcher:
         digest = rank.digest
         assert digest, "nothing is loaded that cannot be verified"
         try:
-            copied = await self._ranks.order(rank, CopyIn(digest), self._frozen.source_of(rank))
+            copied = await self.ranks.order(rank, CopyIn(digest), self.frozen.source_of(rank))
             if copied.digest != digest:
                 # The rank's heap holds something else than was asked for, and it did not notice.
-                self._ranks.retire(rank.wpg, "it loaded other bytes than it was told to")
+                self.ranks.retire(rank.wpg, "it loaded other bytes than it was told to")
                 raise ResourceError(f"{rank} loaded a wrong copy", code=Code.DATA_LOSS)
         except PhaseloomError as error:
             if error.info.code is Code.DATA_LOSS:
                 raise self._bad_copy(rank, error) from error
             if rank.state is not State.LOST:
-                self._residency.step(rank, Step.LOAD_FAILED)
+                self.residency.step(rank, Step.LOAD_FAILED)
             raise
-        self._residency.step(rank, Step.LOAD_VERIFIED)
+        self.residency.step(rank, Step.LOAD_VERIFIED)
         return copied.duration_s
 
     def _bad_copy(self, rank: Rank, error: PhaseloomError) -> ResourceError:
@@ -185,7 +176,7 @@ class Switcher:
         No load of a bad copy can succeed, so the next incarnations begin from their seals.
         """
         if rank.copy is not None:
-            self._ranks.lose(rank.copy, f"its host copy is bad: {error.info.message}")
+            self.ranks.lose(rank.copy, f"its host copy is bad: {error.info.message}")
         return bad_copy(rank, error.info.message)
 
     async def _undo(self, offloaded: Moved, loaded: Moved, trace: Context) -> None:
@@ -214,7 +205,7 @@ class Switcher:
             tenant=key.tenant,
             job=key.job,
             deployment=key.deployment,
-            node=self._ledger.node,
+            node=self.ledger.node,
             device=rank.device,
             epoch=rank.wpg.epoch,
             num_bytes=rank.heap_bytes,

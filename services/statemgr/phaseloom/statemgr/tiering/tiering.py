@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
@@ -46,32 +47,18 @@ Victim = HostCopy | Version
 """A host copy or weights version that may leave host memory to make room."""
 
 
+@dataclass
 class Tiering:
     """Promotion and demotion of host copies; memory for those who need some."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        memory: HostMemory,
-        copies: HostCopyStore,
-        versions: VersionMoves,
-        ranks: Ranks,
-        *,
-        residency: Residency,
-        digests: Digests,
-        nvme_budget_bytes: int,
-    ) -> None:
-        self.nvme_budget_bytes = nvme_budget_bytes
-        self.versions = versions
-        self._ledger = ledger
-        self._residency = residency
-        self._memory = memory
-        self._copies = copies
-        self._host_copies = copies.records
-        self._moves = copies.moves
-        self._directory = copies.directory
-        self._ranks = ranks
-        self._digests = digests
+    ledger: Ledger
+    memory: HostMemory
+    copies: HostCopyStore
+    versions: VersionMoves
+    ranks: Ranks
+    residency: Residency
+    digests: Digests
+    nvme_budget_bytes: int
 
     # --- what the other parts ask for ---
 
@@ -95,7 +82,7 @@ class Tiering:
         Raises: ResourceError: RESOURCE_EXHAUSTED, with the numbers of both tiers.
         """
         return await self._with_room(
-            lambda: self._memory.reserve(num_bytes, what, pool, may_freeze=may_freeze), after_s
+            lambda: self.memory.reserve(num_bytes, what, pool, may_freeze=may_freeze), after_s
         )
 
     @asynccontextmanager
@@ -111,14 +98,14 @@ class Tiering:
         """Reserve an extent, as `reserve` does, for a record that is made by the end of the block;
         where the block fails, the extent is freed."""
         extent = await self.reserve(num_bytes, what, pool, may_freeze=may_freeze, after_s=after_s)
-        self._memory.unrecorded.add(extent)
+        self.memory.unrecorded.add(extent)
         try:
             yield extent
         except BaseException:
-            self._memory.free(extent)
+            self.memory.free(extent)
             raise
         finally:
-            self._memory.unrecorded.discard(extent)
+            self.memory.unrecorded.discard(extent)
 
     async def reserve_frozen(self, num_bytes: int, what: str) -> int:
         """Reserve an extent, as `reserve` does, that can be made immutable later."""
@@ -133,7 +120,7 @@ class Tiering:
         Raises: ResourceError: RESOURCE_EXHAUSTED: there is no room for the copies; DATA_LOSS: the
                 file of one is bad and no seal has its bytes: the incarnation is over.
         """
-        with self._residency.using(wpg, *others):
+        with self.residency.using(wpg, *others):
             for rank in wpg.ranks:
                 if rank.copy is not None:
                     await self._promote(rank.copy)
@@ -150,23 +137,23 @@ class Tiering:
         wpg.next_use_s = time.monotonic() + hint.in_s
         for rank in wpg.ranks:
             if rank.copy is not None and rank.copy.state is State.DEMOTED:
-                self._moves.hint(rank.copy, self._read_up)
+                self.copies.moves.hint(rank.copy, self._read_up)
 
     async def sweep(self) -> None:
         """Remove the files of host copies that nobody has any more.
 
         Called once, when the handover is done.
         """
-        kept = {self._copies.file_of(c) for c in self._host_copies.all() if c.state in ON_NVME}
-        stale = self._directory.host_copies() - kept
-        await asyncio.to_thread(self._directory.discard, *stale)
+        kept = {self.copies.file_of(c) for c in self.copies.records.all() if c.state in ON_NVME}
+        stale = self.copies.directory.host_copies() - kept
+        await asyncio.to_thread(self.copies.directory.discard, *stale)
 
     def is_demoted(self, copy: HostCopy, digest: str) -> bool:
         """Whether a whole file of the host copy is on NVMe; reading it verifies its blocks.
 
         Blocking: call it in a thread.
         """
-        header = header_of(self._copies.file_of(copy))
+        header = header_of(self.copies.file_of(copy))
         found = (header.digest, header.num_bytes) if header is not None else ("", 0)
         return bool(digest) and found == (digest, copy.num_bytes)
 
@@ -223,10 +210,10 @@ class Tiering:
         These are the ones on their way down, and the copies that may be demoted as soon as their
         promotion has ended.
         """
-        arriving = {*self._host_copies.demotable()}
+        arriving = {*self.copies.records.demotable()}
         going: dict[Victim, asyncio.Future[None]] = {}
         going.update({each: end for each, end in self.versions.under_way.items()})
-        for move in self._moves.under_way():
+        for move in self.copies.moves.under_way():
             if not move.is_up or move.copy in arriving:
                 going[move.copy] = move.done
         return going
@@ -240,17 +227,17 @@ class Tiering:
         return sorted(
             (
                 copy
-                for copy in self._host_copies.demotable()
+                for copy in self.copies.records.demotable()
                 if copy.extent
-                and self._memory[copy.extent].num_holders == 1
-                and copy not in self._moves
+                and self.memory[copy.extent].num_holders == 1
+                and copy not in self.copies.moves
             ),
             key=_need,
         )
 
     def _with_numbers(self, refusal: ResourceError) -> ResourceError:
         info = refusal.info
-        used, budget = self._host_copies.nvme_used_bytes(), self.nvme_budget_bytes
+        used, budget = self.copies.records.nvme_used_bytes(), self.nvme_budget_bytes
         return ResourceError(
             f"{info.message}; nothing more can go to NVMe, where {used} of {budget} are in use",
             code=info.code,
@@ -259,7 +246,7 @@ class Tiering:
         )
 
     async def _demote(self, copy: HostCopy) -> None:
-        used = self._host_copies.nvme_used_bytes()
+        used = self.copies.records.nvme_used_bytes()
         if used + copy.num_bytes > self.nvme_budget_bytes:
             raise ResourceError(
                 f"{copy} needs {copy.num_bytes} bytes of NVMe: {used} of "
@@ -267,8 +254,8 @@ class Tiering:
                 code=Code.RESOURCE_EXHAUSTED,
             )
         # Before the first await: no two callers that look for room choose the same copy.
-        self._host_copies.step(copy, Step.DEMOTE_BEGUN)
-        await self._moves.move(copy, self._write_down, is_up=False)
+        self.copies.records.step(copy, Step.DEMOTE_BEGUN)
+        await self.copies.moves.move(copy, self._write_down, is_up=False)
 
     async def _write_down(self, move: Move) -> None:
         """Demote a host copy."""
@@ -277,58 +264,56 @@ class Tiering:
         with self._failing(copy, Step.DEMOTE_FAILED, "its host copy is bad"):
             digest = await self._write(move)
             for rank in [*copy.users]:
-                await self._ranks.unpin(rank)
+                await self.ranks.unpin(rank)
         self._check_needed(copy)
-        async with self._ledger.change():
-            self._host_copies.step(copy, Step.DEMOTE_VERIFIED)
+        async with self.ledger.change():
+            self.copies.records.step(copy, Step.DEMOTE_VERIFIED)
             copy.digest, copy.is_dirty, copy.version = digest, False, None
         # The memory goes only after the manifest names NVMe: the agent has its descriptor, too.
-        async with self._ledger.change():
+        async with self.ledger.change():
             for rank in [*copy.users]:
-                await (
-                    self._ranks.unmap(rank) if copy.is_frozen else self._digests.until_ended(rank)
-                )
+                await (self.ranks.unmap(rank) if copy.is_frozen else self.digests.until_ended(rank))
             self._check_needed(copy)
-            self._copies.vacate(copy)
+            self.copies.vacate(copy)
 
     async def _write(self, move: Move) -> str:
         """Write the file of a host copy. Returns: the digest of what was written."""
         copy = move.copy
-        (rank, *_), memory = copy.users, self._copies.bytes_of(copy)
+        (rank, *_), memory = copy.users, self.copies.bytes_of(copy)
         section = Section(copy.num_bytes, rank.tensors, copy.digest)
         header = StateHeader("copy", copy.owner, rank.applied, [section])
-        path, write = self._copies.file_of(copy), self._directory.write
+        path, write = self.copies.file_of(copy), self.copies.directory.write
         return (await asyncio.to_thread(write, path, header, [memory], move.cancelled)).digest
 
     async def _promote(self, copy: HostCopy) -> None:
         """Wait until no move of the copy is under way; promote it where it is on NVMe."""
-        await self._moves.until_settled(copy)
-        if copy.state is State.DEMOTED and self._host_copies.is_known(copy):
-            await self._moves.move(copy, self._read_up, is_up=True)
+        await self.copies.moves.until_settled(copy)
+        if copy.state is State.DEMOTED and self.copies.records.is_known(copy):
+            await self.copies.moves.move(copy, self._read_up, is_up=True)
 
     async def _read_up(self, move: Move) -> None:
         """Promote a host copy."""
         copy = move.copy
         self._check_needed(copy)
         await self._take_memory(copy, copy.next_use_s if move.is_hint else -math.inf)
-        self._host_copies.step(copy, Step.PROMOTE_BEGUN)
+        self.copies.records.step(copy, Step.PROMOTE_BEGUN)
         assert copy.extent is not None
-        memory = self._memory[copy.extent]
+        memory = self.memory[copy.extent]
         try:
             with self._failing(copy, Step.PROMOTE_FAILED, "its state on NVMe is bad"):
                 await asyncio.to_thread(self._read, copy, memory, move.cancelled)
         except PhaseloomError:
-            if self._host_copies.is_known(copy):
-                self._copies.vacate(copy)
+            if self.copies.records.is_known(copy):
+                self.copies.vacate(copy)
             raise
         self._check_needed(copy)
         if copy.is_frozen:
             is_frozen = memory.freeze()
             assert is_frozen, "nobody else has ever seen it"
-        async with self._ledger.change() as afterwards:
-            self._host_copies.step(copy, Step.PROMOTE_VERIFIED)
-            afterwards.push_async_callback(self._moves.discard, self._copies.file_of(copy))
-        self._copies.compare_later(copy)
+        async with self.ledger.change() as afterwards:
+            self.copies.records.step(copy, Step.PROMOTE_VERIFIED)
+            afterwards.push_async_callback(self.copies.moves.discard, self.copies.file_of(copy))
+        self.copies.compare_later(copy)
 
     async def _take_memory(self, copy: HostCopy, after_s: float) -> None:
         """Take memory for a demoted copy: its own extent's or, for a frozen one, a new extent.
@@ -338,23 +323,23 @@ class Tiering:
         what = f"the host copy of {copy.users[0].owner}"
         if copy.is_frozen:
             extent = await self.reserve(copy.num_bytes, what, may_freeze=True, after_s=after_s)
-            if self._host_copies.is_known(copy):
+            if self.copies.records.is_known(copy):
                 copy.extent = extent
             else:
-                self._memory.free(extent)
+                self.memory.free(extent)
         else:
 
             def occupy() -> None:
                 self._check_needed(copy)
                 assert copy.extent is not None
-                self._memory.occupy(copy.extent, what)
+                self.memory.occupy(copy.extent, what)
 
             await self._with_room(occupy, after_s)
         self._check_needed(copy)
 
     def _check_needed(self, copy: HostCopy) -> None:
         """Raises: ResourceError: nobody needs the copy any more."""
-        if not self._host_copies.is_known(copy):
+        if not self.copies.records.is_known(copy):
             raise ResourceError(f"{copy} is not needed any more")
 
     @contextmanager
@@ -368,10 +353,10 @@ class Tiering:
                 yield
         except PhaseloomError as error:
             if error.info.code is Code.DATA_LOSS:
-                self._ranks.lose(copy, f"{why}: {error}")
-            elif self._host_copies.is_known(copy):
-                self._host_copies.step(copy, back)
-                self._copies.compare_later(copy)
+                self.ranks.lose(copy, f"{why}: {error}")
+            elif self.copies.records.is_known(copy):
+                self.copies.records.step(copy, back)
+                self.copies.compare_later(copy)
             raise
 
     def _read(self, copy: HostCopy, extent: Extent, cancelled: threading.Event) -> None:
@@ -381,11 +366,11 @@ class Tiering:
 
         Raises: ResourceError: DATA_LOSS: the file is bad.
         """
-        (place,) = find_parts(self._copies.file_of(copy))
+        (place,) = find_parts(self.copies.file_of(copy))
         if place.part.digest != copy.digest:
             raise data_loss(place.file, f"it does not hold the newest state of {copy}")
         try:
-            self._directory.read(place, extent.view(copy.num_bytes), cancelled)
+            self.copies.directory.read(place, extent.view(copy.num_bytes), cancelled)
         except ResourceError as error:
             # The traceback's frames have views on the memory.
             raise error.with_traceback(None) from None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from phaseloom.common.contract.errors import ResourceError
@@ -28,21 +29,21 @@ from phaseloom.statemgr.records.versions import Version
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class VersionMoves:
     """The way of weights versions out of host memory and onto disk."""
 
-    def __init__(
-        self, ledger: Ledger, versions: VersionStore, ranks: Ranks, directory: StateDirectory
-    ) -> None:
-        self._ledger = ledger
-        self._versions = versions
-        self._ranks = ranks
-        self._directory = directory
-        self.under_way: dict[Version, asyncio.Future[None]] = {}
-        """The versions that are leaving memory, each with a future that is done when its move has
-        ended, whether it left or stays after all."""
-        self._writing: WeakValueDictionary[VersionKey, asyncio.Lock] = WeakValueDictionary()
-        """One lock a version: a seal and a lack of memory may want it on disk at once."""
+    ledger: Ledger
+    versions: VersionStore
+    ranks: Ranks
+    directory: StateDirectory
+    under_way: dict[Version, asyncio.Future[None]] = field(default_factory=dict, init=False)
+    """Versions that are leaving memory, with a future that is done when the move has ended, whether
+    the version left or stays."""
+    _writing: WeakValueDictionary[VersionKey, asyncio.Lock] = field(
+        default_factory=WeakValueDictionary, init=False
+    )
+    """A seal and a lack of memory may want a version on disk at once."""
 
     def unread(self, *, at_once: bool) -> list[Version]:
         """The versions that may leave host memory, as far as is known here; the oldest first.
@@ -52,18 +53,18 @@ class VersionMoves:
         """
         return [
             version
-            for version in self._versions.records.unused()
+            for version in self.versions.records.unused()
             if version not in self.under_way
             and not version.is_ahead
             and version.extent is not None
-            and self._versions.is_only_holder(version)
+            and self.versions.is_only_holder(version)
             and at_once == (version.is_on_disk and not _alive(version))
         ]
 
     def ahead(self) -> list[Version]:
         """The versions, and copies of slices, that were fetched ahead of an operation, or are being
         fetched; the oldest first."""
-        known = self._versions.records.ahead()
+        known = self.versions.records.ahead()
         return [version for version in known if version not in self.under_way]
 
     async def make_room(self, version: Version) -> None:
@@ -78,8 +79,8 @@ class VersionMoves:
             if not version.is_ahead:
                 raise ResourceError(f"version {version.key} is asked for by now")
             log.info("%s was fetched ahead, and is dropped: host memory is short", version)
-            self._versions.drop(version)
-            await self._ledger.until(lambda: not version.users)
+            self.versions.drop(version)
+            await self.ledger.until(lambda: not version.users)
         finally:
             del self.under_way[version]
             ended.set_result(None)
@@ -88,7 +89,7 @@ class VersionMoves:
         """Put a version on disk and free its memory. Raises: as `make_room`."""
         ended = self.under_way[version] = asyncio.get_running_loop().create_future()
         try:
-            with self._versions.using(version):
+            with self.versions.using(version):
                 await self._until_unmapped(version)
                 await self.persist(version)
         finally:
@@ -98,8 +99,8 @@ class VersionMoves:
             return
         if version.users or _alive(version):
             raise ResourceError(f"version {version.key} is being read")
-        async with self._ledger.change():
-            self._versions.leave_memory(version)
+        async with self.ledger.change():
+            self.versions.leave_memory(version)
         log.info("version %s is on disk only: host memory is short", version.key)
 
     async def persist(self, version: Version) -> None:
@@ -113,19 +114,19 @@ class VersionMoves:
         key = version.key
         section = Section(version.num_bytes, version.tensors, version.digest)
         header = StateHeader("version", key.policy, key.seq, [section], part=key.part)
-        memory = self._versions.bytes_of(version)
-        path = self._directory.version(key)
-        with self._versions.using(version):
-            await asyncio.to_thread(self._directory.write, path, header, [memory])
+        memory = self.versions.bytes_of(version)
+        path = self.directory.version(key)
+        with self.versions.using(version):
+            await asyncio.to_thread(self.directory.write, path, header, [memory])
             version.is_on_disk = True
         if version.is_dropped:
-            await asyncio.to_thread(self._directory.remove, path)
+            await asyncio.to_thread(self.directory.remove, path)
 
     async def discard(self, version: Version) -> None:
         """Remove a version from memory and from disk."""
-        self._versions.drop(version)
+        self.versions.drop(version)
         if version.is_on_disk:
-            await asyncio.to_thread(self._directory.remove, self._directory.version(version.key))
+            await asyncio.to_thread(self.directory.remove, self.directory.version(version.key))
 
     async def _until_unmapped(self, version: Version) -> None:
         """Ask all readers to unmap the version, and forget them.
@@ -140,7 +141,7 @@ class VersionMoves:
 
     async def _unmaps(self, wpg: Wpg, version: Version) -> bool:
         for rank in wpg.ranks:
-            used = await self._ranks.unmap(rank)
+            used = await self.ranks.unmap(rank)
             if used is None:
                 return wpg.is_lost
             if version.key in used:

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -61,31 +62,28 @@ class VersionRequest(NamedTuple):
     """Whether this is a prefetch; see `OpenVersion`."""
 
 
+@dataclass
 class VersionFetcher:
-    def __init__(
-        self,
-        versions: VersionStore,
-        suspects: Suspects,
-        tiering: Tiering,
-        directory: StateDirectory,
-        home: Home,
-    ) -> None:
-        self.suspects = suspects
-        self.home = home
-        self._versions = versions
-        self._version_records = versions.records
-        self._tiering = tiering
-        self._directory = directory
-        self._incoming: WeakKeyDictionary[Version, Incoming] = WeakKeyDictionary()
-        """The slices of each version, or copy of slices, that is being fetched, and of each fetched
-        copy of slices."""
-        self._requested: set[VersionKey] = set()
-        """Versions, parts and copies of slices that other nodes are being asked for."""
-        self._cancelled: set[VersionKey] = set()
-        """Members of `_requested` that were dropped since."""
-        self._verifying: WeakKeyDictionary[Version, asyncio.Lock] = WeakKeyDictionary()
-        """Held while a version's memory is verified for a reader."""
-        self._locks: WeakValueDictionary[VersionKey, asyncio.Lock] = WeakValueDictionary()
+    versions: VersionStore
+    suspects: Suspects
+    tiering: Tiering
+    directory: StateDirectory
+    home: Home
+    _incoming: WeakKeyDictionary[Version, Incoming] = field(
+        default_factory=WeakKeyDictionary, init=False
+    )
+    """Slices of each version that is being fetched, and of each copy of slices."""
+    _requested: set[VersionKey] = field(default_factory=set, init=False)
+    """Versions, parts and copies of slices that other nodes are being asked for."""
+    _cancelled: set[VersionKey] = field(default_factory=set, init=False)
+    """Members of `_requested` that were dropped since."""
+    _verifying: WeakKeyDictionary[Version, asyncio.Lock] = field(
+        default_factory=WeakKeyDictionary, init=False
+    )
+    """Held while a version's memory is verified for a reader."""
+    _locks: WeakValueDictionary[VersionKey, asyncio.Lock] = field(
+        default_factory=WeakValueDictionary, init=False
+    )
 
     def lock(self, key: VersionKey) -> asyncio.Lock:
         """The lock of a version. Hold it to fetch, verify or commit the version."""
@@ -114,7 +112,7 @@ class VersionFetcher:
     def mark_needed(self, key: VersionKey) -> None:
         """Record that an operation waits for a version or copy of slices, even if a prefetch
         fetches it."""
-        version = self._version_records.find(key)
+        version = self.versions.records.find(key)
         if version is not None:
             version.is_ahead = False
 
@@ -135,10 +133,10 @@ class VersionFetcher:
 
         Does not need the version's lock, so other requests continue meanwhile.
         """
-        with self._versions.using(version):
+        with self.versions.using(version):
             async with self._verifying.setdefault(version, asyncio.Lock()):
                 if permit is None or version.verified_for != permit:
-                    if not await has_digest(self._versions.bytes_of(version), version.digest):
+                    if not await has_digest(self.versions.bytes_of(version), version.digest):
                         return False
                     version.verified_for = permit
         return not version.is_dropped
@@ -155,7 +153,7 @@ class VersionFetcher:
         if not request.is_ahead:
             self.mark_needed(key)
         async with self.lock(key):
-            version = self._version_records.find(key)
+            version = self.versions.records.find(key)
             if version is not None and not version.is_committed:
                 raise CallerError(f"version {key} is not committed yet", code=Code.NOT_FOUND)
             bad: Version | None = None
@@ -179,7 +177,7 @@ class VersionFetcher:
     async def _read_or_fetch(self, request: VersionRequest) -> Version:
         """Return the version from memory, else from disk, else from another node. The latter two
         verify it."""
-        version = self._version_records.find(request.key)
+        version = self.versions.records.find(request.key)
         if version is not None and version.extent is None:
             try:
                 await self._read(version, is_ahead=request.is_ahead)
@@ -200,21 +198,17 @@ class VersionFetcher:
     async def _read(self, version: Version, *, is_ahead: bool) -> None:
         """Read a version from disk into a new extent."""
         key = version.key
-        path = self._directory.version(key)
+        path = self.directory.version(key)
         label, pool, after_s = f"version {key}", str(key.policy), _after_s(is_ahead=is_ahead)
-        async with self._tiering.reserved(
-            version.num_bytes, label, pool, after_s=after_s
-        ) as extent:
+        async with self.tiering.reserved(version.num_bytes, label, pool, after_s=after_s) as extent:
             version.check_kept()
             version.extent = extent
-        with self._versions.using(version):
+        with self.versions.using(version):
             try:
                 place = (await asyncio.to_thread(find_parts, path))[0]
-                await asyncio.to_thread(
-                    self._directory.read, place, self._versions.bytes_of(version)
-                )
+                await asyncio.to_thread(self.directory.read, place, self.versions.bytes_of(version))
             except PhaseloomError:
-                self._versions.drop(version)
+                self.versions.drop(version)
                 raise
         version.check_kept()
 
@@ -245,7 +239,7 @@ class VersionFetcher:
             with self.fetch(version, incoming, request.ticket, label, digest) as first:
                 first.idle_streams = idle_streams
                 fetch = await first.fetch_with_retry(everything, {key.part: list(request.sources)})
-            self._version_records.commit(version, digest)
+            self.versions.records.commit(version, digest)
         log.info(
             "version %s came: %d bytes from its source, %d from peers; %s",
             *(key, fetch.fetched_bytes, fetch.relayed_bytes, count_received(fetch)),
@@ -267,13 +261,13 @@ class VersionFetcher:
         Args: digest: of the whole, if known.
         """
         key, home = version.key, self.home
-        memory = Memory(self._versions.bytes_of(version), digest)
+        memory = Memory(self.versions.bytes_of(version), digest)
         with ExitStack() as stack:
             base = self._base(version)
             if base is not None:
                 earlier, _ = base
-                stack.enter_context(self._versions.using(earlier))
-                memory.base = self._versions.bytes_of(earlier)
+                stack.enter_context(self.versions.using(earlier))
+                memory.base = self.versions.bytes_of(earlier)
 
             def open_with(parts: list[str], session: str | None) -> wire.OpenVersion:
                 me = Peer(home.endpoint, key.part)
@@ -292,7 +286,7 @@ class VersionFetcher:
         """The newest earlier version, or copy of the same slices, that deltas may be based on."""
         if not is_available():
             return None
-        for earlier in self._version_records.bases_of(version):
+        for earlier in self.versions.records.bases_of(version):
             digests = {earlier.key.part: earlier.digest}
             if earlier.key.is_copy:
                 incoming = self._incoming.get(earlier)
@@ -318,16 +312,16 @@ class VersionFetcher:
         Args: is_ahead: for a prefetch, which takes free memory only.
         """
         pool, after_s = str(key.policy), _after_s(is_ahead=is_ahead)
-        async with self._tiering.reserved(num_bytes, label, pool, after_s=after_s) as extent:
+        async with self.tiering.reserved(num_bytes, label, pool, after_s=after_s) as extent:
             if key in self._cancelled:
                 raise ResourceError(f"{label} was dropped", code=Code.ABORTED)
-            version = self._version_records.begin(key, num_bytes, table, extent)
+            version = self.versions.records.begin(key, num_bytes, table, extent)
             version.is_ahead, version.is_kept = is_ahead, False
         self._incoming[version] = incoming
-        with self._versions.using(version):
+        with self.versions.using(version):
             try:
                 # Huge pages make receiving and reading twice as fast.
-                await asyncio.to_thread(make_huge, self._versions.bytes_of(version))
+                await asyncio.to_thread(make_huge, self.versions.bytes_of(version))
                 yield version
             finally:
                 incoming.give_up()
@@ -335,7 +329,7 @@ class VersionFetcher:
                     # From now on committed parts are served from the version itself.
                     del self._incoming[version]
                 if not version.is_committed and not version.is_dropped:
-                    self._versions.drop(version)
+                    self.versions.drop(version)
 
     async def _describe(
         self, request: VersionRequest
@@ -382,6 +376,7 @@ def count_received(fetch: Fetch) -> str:
     return f"{fetch.rebuilt_bytes} of them as deltas of {fetch.delta_bytes} bytes"
 
 
+@dataclass
 class Suspects:
     """Weights versions that a reader found bad in host memory.
 
@@ -392,16 +387,12 @@ class Suspects:
     from seal and log.
     """
 
-    def __init__(
-        self, records: Records, versions: VersionStore, ranks: Ranks, directory: StateDirectory
-    ) -> None:
-        self._records = records
-        self._versions = versions
-        self._ranks = ranks
-        self._directory = directory
-        self._lost: dict[VersionKey, int] = {}
-        """Versions that their policy will make again, with the incarnation of the policy that
-        ended."""
+    records: Records
+    versions: VersionStore
+    ranks: Ranks
+    directory: StateDirectory
+    _lost: dict[VersionKey, int] = field(default_factory=dict, init=False)
+    """Versions that their policy will make again, with the incarnation of the policy that ended."""
 
     async def drop_if_bad(self, version: Version) -> bool:
         """Verify the bytes of a committed version in host memory, and drop them if they are bad.
@@ -411,28 +402,28 @@ class Suspects:
         extent = version.extent
         if extent is None:
             return False
-        with self._versions.using(version):
-            is_good = await has_digest(self._versions.bytes_of(version), version.digest)
+        with self.versions.using(version):
+            is_good = await has_digest(self.versions.bytes_of(version), version.digest)
             version.check_kept()
             if is_good:
                 return False
             log.error("version %s is bad in host memory", version.key)
             version.is_bad = True
-            host_copies = [c for c in self._records.host_copies.all() if c.extent == extent]
-            self._versions.drop(version)
+            host_copies = [c for c in self.records.host_copies.all() if c.extent == extent]
+            self.versions.drop(version)
             if version.is_on_disk:
-                self._records.versions.add_from_disk(
+                self.records.versions.add_from_disk(
                     version.key, version.num_bytes, version.tensors, version.digest
                 )
             for wpg in {wpg for copy in host_copies for wpg in copy.wpgs}:
-                self._ranks.retire(wpg, f"its host copy is the memory of {version}, which is bad")
+                self.ranks.retire(wpg, f"its host copy is the memory of {version}, which is bad")
         return True
 
     async def rebuild(self, version: Version) -> None:
         """End the incarnation that made a bad version which no node has, so that the next one makes
         it again. All pieces of the version here are dropped. Does nothing if a seal has the
         version."""
-        records, policy, key = self._records, version.key.policy, version.key.whole
+        records, policy, key = self.records, version.key.policy, version.key.whole
         if version.is_on_disk or any(seal.seq >= key.seq for seal in records.seals.of(policy)):
             return
         if version.key.is_copy or not records.residency.is_alive(policy, version.incarnation):
@@ -440,20 +431,20 @@ class Suspects:
         manifest = records.versions.find(key)
         pieces = [*([manifest] if manifest else []), *records.versions.parts_of(key)]
         for piece in pieces:
-            self._versions.drop(piece)
+            self.versions.drop(piece)
         maker = records.residency.find(policy)
         assert maker is not None
-        self._ranks.retire(maker, f"{version}, which no seal has, is bad")
+        self.ranks.retire(maker, f"{version}, which no seal has, is bad")
         self._lost[key] = maker.incarnation
-        paths = [self._directory.version(piece.key) for piece in pieces if piece.is_on_disk]
-        await asyncio.to_thread(self._directory.discard, *paths)
+        paths = [self.directory.version(piece.key) for piece in pieces if piece.is_on_disk]
+        await asyncio.to_thread(self.directory.discard, *paths)
 
     def check(self, key: VersionKey) -> None:
         """Raises: ResourceError: UNAVAILABLE: the version's policy will make it again."""
         incarnation = self._lost.get(key.whole)
         if incarnation is None:
             return
-        if self._records.residency.newest(key.policy) != incarnation:
+        if self.records.residency.newest(key.policy) != incarnation:
             # The next incarnation is here; the scheduler has its readers wait for it.
             del self._lost[key.whole]
             return

@@ -6,6 +6,8 @@ itself is the manifest that names the parts, and is committed last.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import VersionParts
@@ -33,21 +35,13 @@ from phaseloom.statemgr.versions.fetch import VersionFetcher
 from phaseloom.statemgr.versions.weights import description_of
 
 
+@dataclass
 class Publishing:
-    def __init__(
-        self,
-        layouts: Layouts,
-        memory: HostMemory,
-        versions: VersionStore,
-        tiering: Tiering,
-        fetcher: VersionFetcher,
-    ) -> None:
-        self._layouts = layouts
-        self._memory = memory
-        self._versions = versions
-        self._version_records = versions.records
-        self._tiering = tiering
-        self._fetcher = fetcher
+    layouts: Layouts
+    memory: HostMemory
+    versions: VersionStore
+    tiering: Tiering
+    fetcher: VersionFetcher
 
     async def create(self, wpg: Wpg, request: CreateVersion) -> tuple[VersionExtent, list[int]]:
         """Return an extent to write a version to, or only the description of a version that is
@@ -62,23 +56,23 @@ class Publishing:
         _check_maker(wpg, key)
         if key.part:
             check_part(key.part, "version.part")
-        table = self._layouts.read(request.tensors)
+        table = self.layouts.read(request.tensors)
         check_layout(table, request.num_bytes)
         await self._drop_stale(key, wpg)
-        version = self._version_records.find(key)
+        version = self.versions.records.find(key)
         if version is not None and not version.is_committed:
             # A version that this incarnation or a fetch began and never committed. No
             # operation waits for a prefetched one.
             if version.incarnation != wpg.incarnation and not version.is_ahead:
                 raise ResourceError(f"version {key} is being fetched here", code=Code.ABORTED)
-            self._versions.drop(version)
+            self.versions.drop(version)
             version = None
         if version is not None:
             return description_of(version, tensors=b""), []
         version = await self._begin(wpg, key, request.num_bytes, table, pool_of(wpg))
-        self._version_records.opened(version, wpg)
+        self.versions.records.opened(version, wpg)
         assert version.extent is not None
-        return description_of(version, tensors=b""), [self._memory[version.extent].fd]
+        return description_of(version, tensors=b""), [self.memory[version.extent].fd]
 
     async def _begin(
         self,
@@ -88,23 +82,23 @@ class Publishing:
         table: TensorTable,
         pool: str = "",
     ) -> Version:
-        async with self._tiering.reserved(num_bytes, f"version {key}", pool) as extent:
+        async with self.tiering.reserved(num_bytes, f"version {key}", pool) as extent:
             wpg.check_alive()
-            return self._version_records.begin(key, num_bytes, table, extent, wpg.incarnation)
+            return self.versions.records.begin(key, num_bytes, table, extent, wpg.incarnation)
 
     async def _drop_stale(self, key: VersionKey, wpg: Wpg) -> None:
         """Drop parts of earlier versions that were never committed as a whole, and this part if an
         earlier incarnation wrote it: it may not fit the parts that are written now."""
-        stale = self._version_records.stale_parts(key.policy, key.seq)
-        previous = self._version_records.find(key)
+        stale = self.versions.records.stale_parts(key.policy, key.seq)
+        previous = self.versions.records.find(key)
         if (
             previous is not None
             and previous.is_committed
-            and not self._version_records.is_readable(key)
+            and not self.versions.records.is_readable(key)
         ):
             stale += [previous] if previous.incarnation != wpg.incarnation else []
         for version in stale:
-            await self._tiering.versions.discard(version)
+            await self.tiering.versions.discard(version)
 
     async def commit(self, wpg: Wpg, request: CommitVersion) -> None:
         """Commit a version that a rank has written; it is immutable from now on. Idempotent.
@@ -115,14 +109,14 @@ class Publishing:
         Raises: CallerError: NOT_FOUND: the policy is not writing the version; ALREADY_EXISTS: it is
                 committed with other bytes.
         """
-        version = self._version_records.find(request.version)
+        version = self.versions.records.find(request.version)
         if version is None or version.key.policy != wpg.key:
             raise CallerError(
                 f"{wpg} is not writing version {request.version}",
                 code=Code.NOT_FOUND,
                 field="version",
             )
-        self._version_records.commit(version, request.digest)
+        self.versions.records.commit(version, request.digest)
 
     async def commit_parts(self, wpg: Wpg, request: CommitParts) -> VersionExtent:
         """Commit a version whose parts are committed, here and on other nodes. Idempotent.
@@ -133,16 +127,16 @@ class Publishing:
         """
         key = request.version
         _check_maker(wpg, key, is_whole=True)
-        async with self._fetcher.lock(key):
+        async with self.fetcher.lock(key):
             content = encode_manifest(request.manifest)
-            version = self._version_records.find(key)
+            version = self.versions.records.find(key)
             if version is None or version.digest != digest_of(memoryview(content)):
                 self._check_manifest(wpg, key, request.manifest)
                 await self._discard_earlier(wpg, key, request.manifest)
                 table = TensorTable.of(manifest_slots(len(content)))
                 version = await self._begin(wpg, key, len(content), table)
-                self._versions.bytes_of(version)[:] = content
-                self._version_records.commit(version, digest_of(memoryview(content)))
+                self.versions.bytes_of(version)[:] = content
+                self.versions.records.commit(version, digest_of(memoryview(content)))
             return description_of(version, tensors=b"")
 
     def _check_manifest(self, wpg: Wpg, key: VersionKey, manifest: VersionParts) -> None:
@@ -152,7 +146,7 @@ class Publishing:
         """
         for part in manifest.parts:
             check_part(part.part, "manifest.parts")
-            local = self._version_records.find(part_of(key, part.part))
+            local = self.versions.records.find(part_of(key, part.part))
             is_its_own = local is not None and local.incarnation == wpg.incarnation
             if local is not None and is_its_own and local.digest != part.digest:
                 raise CallerError(
@@ -168,7 +162,7 @@ class Publishing:
         Raises: CallerError: ALREADY_EXISTS: the committed manifest is this incarnation's, or the
                 version was written whole.
         """
-        version = self._version_records.find(key)
+        version = self.versions.records.find(key)
         if version is not None and (
             version.incarnation == wpg.incarnation or not version.is_manifest
         ):
@@ -180,11 +174,11 @@ class Publishing:
         digests = {part.part: part.digest for part in manifest.parts}
         stale_parts = [
             part
-            for part in self._version_records.parts_of(key)
+            for part in self.versions.records.parts_of(key)
             if part.incarnation != wpg.incarnation and part.digest != digests.get(part.key.part)
         ]
         for stale in [*([version] if version else []), *stale_parts]:
-            await self._tiering.versions.discard(stale)
+            await self.tiering.versions.discard(stale)
 
 
 def _check_maker(wpg: Wpg, key: VersionKey, *, is_whole: bool = False) -> None:

@@ -16,6 +16,7 @@ import hashlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import msgspec
 
@@ -53,26 +54,18 @@ _TRIES = 2
 """Attempts to copy slices from a part here that proves bad."""
 
 
+@dataclass
 class Weights:
-    def __init__(
-        self,
-        ledger: Ledger,
-        records: Records,
-        versions: VersionStore,
-        moves: VersionMoves,
-        fetcher: VersionFetcher,
-    ) -> None:
-        self.fetcher = fetcher
-        self._ledger = ledger
-        self._records = records
-        self._version_records = records.versions
-        self._versions = versions
-        self._moves = moves
+    ledger: Ledger
+    records: Records
+    versions: VersionStore
+    moves: VersionMoves
+    fetcher: VersionFetcher
 
     def add_from_disk(self, header: StateHeader) -> None:
         """Add a version that is on disk."""
         key = VersionKey(header.deployment, header.seq, header.part)
-        self._version_records.add_from_disk(key, header.num_bytes, header.tensors, header.digest)
+        self.records.versions.add_from_disk(key, header.num_bytes, header.tensors, header.digest)
 
     async def open(self, wpg: Wpg, request: OpenVersion) -> tuple[VersionExtent, list[int]]:
         """Open a version for reading, from here or from the first source that has it. A version in
@@ -91,8 +84,8 @@ class Weights:
         version = await get(
             VersionRequest(key, request.sources, request.ticket, request.digest, permit, is_ahead)
         )
-        self._version_records.opened(version, wpg)
-        fds = [self._versions.fd_of(version)]
+        self.records.versions.opened(version, wpg)
+        fds = [self.versions.fd_of(version)]
         described = description_of(version)
         if version.is_manifest:
             async with self._used(key):
@@ -109,8 +102,8 @@ class Weights:
         Raises: ResourceError: DATA_LOSS: the copy was bad and is dropped, and no source has a good
                 one.
         """
-        await self._ledger.until_settled(self.fetcher.home.timeout_s)
-        async with self._ledger.change():
+        await self.ledger.until_settled(self.fetcher.home.timeout_s)
+        async with self.ledger.change():
             await self.fetcher.get(VersionRequest(key, sources or (), ticket), is_suspect=True)
 
     async def get(self, ticket: Ticket, sources: list[str]) -> None:
@@ -144,7 +137,7 @@ class Weights:
     def _digests_in(self, manifest: Version) -> dict[str, str]:
         """The digest of each part by name. Raises: ResourceError: DATA_LOSS: the manifest is
         bad."""
-        parts = decode_manifest(self._versions.bytes_of(manifest), manifest.key)
+        parts = decode_manifest(self.versions.bytes_of(manifest), manifest.key)
         return {part.part: part.digest for part in parts.parts}
 
     async def _holders(
@@ -160,7 +153,7 @@ class Weights:
         """
         key = manifest.key
         local_parts = {
-            part.key.part for part in self._version_records.parts_of(key) if part.is_committed
+            part.key.part for part in self.records.versions.parts_of(key) if part.is_committed
         }
         missing_parts = [part for part in self._digests_in(manifest) if part not in local_parts]
         if not missing_parts:
@@ -194,10 +187,10 @@ class Weights:
 
     async def digests_of(self, key: VersionKey) -> dict[str, str]:
         """The digests of the parts of a version that this node can serve, by part."""
-        await self._ledger.until_settled(self.fetcher.home.timeout_s)
-        if self._version_records.find(key) is None:
+        await self.ledger.until_settled(self.fetcher.home.timeout_s)
+        if self.records.versions.find(key) is None:
             self.fetcher.suspects.check(key)
-        _, *parts = self._version_records.pieces(key)
+        _, *parts = self.records.versions.pieces(key)
         return {part.key.part: part.digest for part in parts}
 
     def _check_readable(self, key: VersionKey) -> None:
@@ -206,7 +199,7 @@ class Weights:
         Raises: CallerError: NOT_FOUND: the key names a part, and its version is not committed.
                 ResourceError: UNAVAILABLE: the version went bad, and its policy makes it again.
         """
-        if not self._version_records.is_readable(key):
+        if not self.records.versions.is_readable(key):
             self.fetcher.suspects.check(key)
             raise CallerError(
                 f"version {key.whole} is not here, or not all of it is committed",
@@ -220,27 +213,27 @@ class Weights:
         await self.get(ticket, sources)
         self.mark_kept(ticket.version)
         # The manifest goes last, so that the parts are on disk if the manifest is.
-        for piece in reversed(self._version_records.pieces(ticket.version)):
+        for piece in reversed(self.records.versions.pieces(ticket.version)):
             async with self.held(piece.key) as version:
-                await self._moves.persist(version)
+                await self.moves.persist(version)
 
     def mark_kept(self, key: VersionKey) -> None:
         """Record that the pieces of a version stay here, whether or not ranks here read them."""
-        manifest = self._version_records.find(key)
-        for piece in [*([manifest] if manifest else []), *self._version_records.parts_of(key)]:
+        manifest = self.records.versions.find(key)
+        for piece in [*([manifest] if manifest else []), *self.records.versions.parts_of(key)]:
             piece.is_kept, piece.is_ahead = True, False
 
     @asynccontextmanager
     async def open_part(self, key: VersionKey) -> AsyncIterator[OpenPart]:
         """Open a part, or a whole version, that is here. It stays in memory while it is open."""
         async with self.held(key) as version:
-            yield OpenPart.of(version, self._versions.bytes_of(version))
+            yield OpenPart.of(version, self.versions.bytes_of(version))
 
     @asynccontextmanager
     async def open_fetched(self, key: VersionKey) -> AsyncIterator[Served]:
         """Open a version, a part or slices that this node has fetched or is fetching. The memory
         stays while peers fetch from it."""
-        version = self._version_records.find(key)
+        version = self.records.versions.find(key)
         incoming = self.fetcher.incoming(version) if version is not None else None
         if incoming is None and not key.is_copy:
             async with self.open_part(key) as part:
@@ -249,7 +242,7 @@ class Weights:
         if incoming is None:
             raise not_here(key)
         async with self._used(key) as version:
-            yield Fetched(incoming, self._versions.bytes_of(version))
+            yield Fetched(incoming, self.versions.bytes_of(version))
 
     @asynccontextmanager
     async def held(self, key: VersionKey) -> AsyncIterator[Version]:
@@ -258,9 +251,9 @@ class Weights:
         Raises: CallerError: NOT_FOUND. ResourceError: the file is bad, or the daemon is still
                 taking over.
         """
-        await self._ledger.until_settled(self.fetcher.home.timeout_s)
+        await self.ledger.until_settled(self.fetcher.home.timeout_s)
         self._check_readable(key)
-        cached = self._version_records.find(key)
+        cached = self.records.versions.find(key)
         if cached is None or not cached.is_committed:
             # Do not wait for a fetch: the caller may be the one that this node fetches from.
             self.fetcher.suspects.check(key)
@@ -271,11 +264,11 @@ class Weights:
 
     @asynccontextmanager
     async def _used(self, key: VersionKey) -> AsyncIterator[Version]:
-        version = self._version_records.find(key)
+        version = self.records.versions.find(key)
         if version is None:
             # It was dropped while it was being fetched.
             raise not_here(key)
-        with self._versions.using(version):
+        with self.versions.using(version):
             yield version
 
     async def drop(self, keys: list[VersionKey]) -> None:
@@ -283,9 +276,9 @@ class Weights:
         self.fetcher.cancel(lambda request_key: request_key.whole in keys)
         for key in keys:
             # The manifest goes first, because no part can be read without it.
-            version = self._version_records.find(key)
-            for piece in [*([version] if version else []), *self._version_records.parts_of(key)]:
-                await self._moves.discard(piece)
+            version = self.records.versions.find(key)
+            for piece in [*([version] if version else []), *self.records.versions.parts_of(key)]:
+                await self.moves.discard(piece)
 
     async def leave_job(self, job: JobKey) -> None:
         """Drop the versions that ranks of a job had fetched here, once the job has no deployment
@@ -293,16 +286,16 @@ class Weights:
 
         Versions of a policy that was here stay until the policy is forgotten or they are released.
         """
-        if self._records.has_job(job):
+        if self.records.has_job(job):
             return
 
         def is_gone(key: VersionKey) -> bool:
-            return key.policy.job_key == job and not self._records.residency.newest(key.policy)
+            return key.policy.job_key == job and not self.records.residency.newest(key.policy)
 
         self.fetcher.cancel(is_gone)
-        for version in self._version_records.known():
+        for version in self.records.versions.known():
             if is_gone(version.key) and not version.is_kept:
-                await self._moves.discard(version)
+                await self.moves.discard(version)
 
     # --- slices ---
 
@@ -322,16 +315,16 @@ class Weights:
         if not request.is_ahead:
             self.fetcher.mark_needed(copy_key)
         async with self.fetcher.lock(copy_key):
-            version = self._version_records.find(copy_key)
+            version = self.records.versions.find(copy_key)
             if version is not None and not (
                 request.is_ahead or await self.fetcher.is_sound(version, request.permit)
             ):
                 await self.fetcher.suspects.drop_if_bad(version)
-                version = self._version_records.find(copy_key)
+                version = self.records.versions.find(copy_key)
             if version is None:
                 with self.fetcher.requesting(copy_key):
                     version = await self._fetch_slices(copy_key, request, slots)
-        return description_of(version), [self._versions.fd_of(version)]
+        return description_of(version), [self.versions.fd_of(version)]
 
     async def _fetch_slices(
         self, copy_key: VersionKey, request: OpenSlices, slots: TensorTable
@@ -344,11 +337,11 @@ class Weights:
             copy_key, slots, size, incoming, label, is_ahead=request.is_ahead
         )
         async with receiving as version:
-            memory = self._versions.bytes_of(version)
+            memory = self.versions.bytes_of(version)
             with self.fetcher.fetch(version, incoming, request.ticket, label) as fetch:
                 await self._fill(fetch, memory, request)
             digest = await asyncio.to_thread(digest_in_threads, memory)
-            self._version_records.commit(version, digest)
+            self.records.versions.commit(version, digest)
             version.verified_for = request.permit
         return version
 
