@@ -213,9 +213,9 @@ def test_index_of_the_state_manager_is_written_at_one_place() -> None:
         (file.name, ast.unparse(node))
         for file in root.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("handles.record")
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("._record")
     ]
-    assert calls == [("ledger.py", "self.handles.record()")]
+    assert calls == [("ledger.py", "self._record()")]
 
 
 @pytest.mark.parametrize(

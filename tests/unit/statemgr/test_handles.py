@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.state_agent import KeepHandles
 from phaseloom.common.contract.state_rank import Done, StateMessage
 from phaseloom.common.transport.framing import MAX_FDS, Peer, close_fds
 from phaseloom.statemgr.node.extents import HostMemory
-from phaseloom.statemgr.node.ledger import INDEX_HANDLES, HandleRegistry
+from phaseloom.statemgr.node.ledger import INDEX_HANDLES, Ledger
 from phaseloom.statemgr.records.manifest import Manifest
 
 SIZE = 4096
@@ -65,11 +66,11 @@ async def test_agent_that_comes_while_another_is_told_gets_all(*, is_before_gone
     """What the one before has said that it keeps, or never will, is not with this one."""
     memory = HostMemory(64 * SIZE)
     manifest = Manifest("", [], [], [], [], [], [])
-    handles = HandleRegistry(memory, lambda: manifest)
+    handles = Ledger(NodeId("n"), memory, lambda: manifest)
     extents = {memory.reserve(SIZE, "state") for _ in range(2 * MAX_FDS)}
     async with agent() as first, agent() as second:
         handles.attach(first.peer)
-        telling = asyncio.create_task(handles.record())
+        telling = asyncio.create_task(handles._record())
         await first.was_told.wait()
         handles.attach(second.peer)
         index = handles.index
@@ -84,7 +85,7 @@ async def test_agent_that_comes_while_another_is_told_gets_all(*, is_before_gone
         # As it is told by the next one who records.
         freed = extents.pop()
         memory.free(freed)
-        await handles.record()
+        await handles._record()
         assert second.kept == {*extents, *INDEX_HANDLES}
     handles.close()
     memory.close()

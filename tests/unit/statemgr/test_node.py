@@ -41,7 +41,7 @@ async def test_descriptor_beside_an_order_is_that_of_its_memory_though_it_is_giv
     node.ranks.connected[rank] = peer
     extent = node.memory.reserve(4096, "a content")
     inode = os.fstat(node.memory[extent].read_only_fd).st_ino
-    async with node.ledger.handles._lock:  # they are being kept
+    async with node.ledger._lock:  # they are being kept
         asking = asyncio.create_task(
             node.ranks.order(rank, CopyIn("0" * 32), [node.memory[extent].read_only_fd])
         )

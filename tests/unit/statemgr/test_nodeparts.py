@@ -12,8 +12,8 @@ from phaseloom.common.contract.ids import DeploymentKey, NodeId
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum
 from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.statemgr.checkpoints.exporting import NodeParts
 from phaseloom.statemgr.checkpoints.files import Checkpoints
-from phaseloom.statemgr.checkpoints.nodeparts import NodeParts
 from phaseloom.statemgr.checkpoints.staging import StagedState
 from phaseloom.statemgr.disk.files import NEVER, StateDirectory
 from phaseloom.statemgr.records.snapshots import Snapshot, SnapshotPart

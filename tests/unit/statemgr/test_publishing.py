@@ -19,7 +19,7 @@ from phaseloom.common.tensors.versionparts import part_of
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.records.incarnations import Wpg
-from phaseloom.statemgr.versions.publishing import Publishing
+from phaseloom.statemgr.versions.weights import Publishing
 from tests.support.nodeparts import node_on, parts_on
 
 POLICY = DeploymentKey("acme", "job", "policy")

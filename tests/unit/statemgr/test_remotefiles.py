@@ -11,7 +11,7 @@ from phaseloom.statemgr.node.extents import HostMemory
 from phaseloom.statemgr.node.stores import HostSealStore
 from phaseloom.statemgr.records.records import Records
 from phaseloom.statemgr.records.stateheader import Section, StateHeader
-from phaseloom.statemgr.seals.remotefiles import open_file
+from phaseloom.statemgr.seals.replicating import open_file
 from phaseloom.statemgr.transfer.tensorslices import Box
 from phaseloom.statemgr.transfer.wire import FileName
 

@@ -23,8 +23,7 @@ from phaseloom.common.observability.metrics import Reading
 from phaseloom.common.process import lifecycle, machine
 from phaseloom.common.process.config import LAST_PORT, check_bounds, load
 from phaseloom.common.transport import framing
-from phaseloom.statemgr.checkpoints.archives import Archives
-from phaseloom.statemgr.checkpoints.catalogue import Catalogue
+from phaseloom.statemgr.checkpoints.catalogue import Archives, Catalogue
 from phaseloom.statemgr.checkpoints.exporting import Exporter
 from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.loading import Loader
@@ -41,15 +40,13 @@ from phaseloom.statemgr.shell import Parts, StateManager
 from phaseloom.statemgr.tiering.rankmemory import RankMemory
 from phaseloom.statemgr.tiering.sharing import FrozenCopies, Sharing
 from phaseloom.statemgr.tiering.switching import Switcher
-from phaseloom.statemgr.tiering.tiering import Tiering
-from phaseloom.statemgr.tiering.versionmoves import VersionMoves
+from phaseloom.statemgr.tiering.tiering import Tiering, VersionMoves
 from phaseloom.statemgr.transfer import tls
 from phaseloom.statemgr.transfer.fetching import Home
 from phaseloom.statemgr.transfer.permission import Gate
 from phaseloom.statemgr.transfer.tls import Identity
 from phaseloom.statemgr.versions.fetch import Suspects, VersionFetcher
-from phaseloom.statemgr.versions.publishing import Publishing
-from phaseloom.statemgr.versions.weights import Weights
+from phaseloom.statemgr.versions.weights import Publishing, Weights
 
 log = logging.getLogger(__name__)
 

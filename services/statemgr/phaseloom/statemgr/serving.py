@@ -100,7 +100,9 @@ class Server:
                 case wire.DescribeVersion():
                     self._gate.check(first.ticket, first.version.whole, stream.node)
                     async with self._weights.open_part(first.version) as part:
-                        await self._send(stream, _described(part.version))
+                        version = part.version
+                        described = version.num_bytes, version.tensors, version.digest
+                        await self._send(stream, wire.VersionDescription(*described))
                     return True
                 case wire.DescribeFile() | wire.OpenFile():
                     self._gate.check_files(first.ticket, first.name.deployment, stream.node)
@@ -277,10 +279,6 @@ async def _asked_next(stream: Stream) -> bytes | None:
         return await stream.receive(MAX_REQUEST_BYTES)
     except ConnectionError:
         return None
-
-
-def _described(version: Version) -> wire.VersionDescription:
-    return wire.VersionDescription(version.num_bytes, version.tensors, version.digest)
 
 
 def _found(content: Served, asked: wire.Give, *, is_assigned: bool) -> list[Found]:

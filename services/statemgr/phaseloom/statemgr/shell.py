@@ -76,17 +76,15 @@ from phaseloom.common.contract.state_rank import (
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.common.transport.framing import MAX_FDS, Peer, close_fds
-from phaseloom.statemgr.checkpoints.archives import Archives
-from phaseloom.statemgr.checkpoints.catalogue import Catalogue
+from phaseloom.statemgr.checkpoints.catalogue import Archives, Catalogue
 from phaseloom.statemgr.checkpoints.exporting import Exporter
 from phaseloom.statemgr.checkpoints.loading import Loader
 from phaseloom.statemgr.handover.handover import Handover
 from phaseloom.statemgr.node.background import Background
-from phaseloom.statemgr.node.devicecopies import DeviceCopies
 from phaseloom.statemgr.node.extents import HostMemory
 from phaseloom.statemgr.node.ledger import Ledger
 from phaseloom.statemgr.node.ranks import Ranks
-from phaseloom.statemgr.node.stores import VersionStore
+from phaseloom.statemgr.node.stores import DeviceCopies, VersionStore
 from phaseloom.statemgr.records.incarnations import Rank
 from phaseloom.statemgr.records.records import Records
 from phaseloom.statemgr.records.versions import not_here
@@ -97,8 +95,7 @@ from phaseloom.statemgr.tiering.sharing import FrozenCopies
 from phaseloom.statemgr.tiering.switching import Switcher
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer.fetching import Home
-from phaseloom.statemgr.versions.publishing import Publishing
-from phaseloom.statemgr.versions.weights import Weights
+from phaseloom.statemgr.versions.weights import Publishing, Weights
 
 log = logging.getLogger(__name__)
 
@@ -214,17 +211,14 @@ class StateManager:
         if session.rank is not None:
             self._ranks.retire(session.rank.wpg, peer.closed.result())
         if session.is_agent:
-            self._leave_agent(session)
+            self._ledger.detach(peer)
+            if session.is_handing_over:
+                raise ResourceError("the agent left in the middle of handing over")
+            self._num_agents -= 1
+            if not self._num_agents:
+                self._parts.sealer.abandon()
+                self._parts.exporter.abandon()
         await peer.finish()
-
-    def _leave_agent(self, session: Session) -> None:
-        self._ledger.handles.detach(session.peer)
-        if session.is_handing_over:
-            raise ResourceError("the agent left in the middle of handing over")
-        self._num_agents -= 1
-        if not self._num_agents:
-            self._parts.sealer.abandon()
-            self._parts.exporter.abandon()
 
     async def _handle(self, session: Session, body: StateMessage, fds: list[int]) -> Answer:
         if isinstance(body, HandOver) and session.is_handing_over and self._handover is not None:
@@ -285,7 +279,7 @@ class StateManager:
             session.is_handing_over = True
             session.peer.max_fds = MAX_FDS
             return Welcome(needs_handles=True)
-        self._ledger.handles.attach(session.peer)
+        self._ledger.attach(session.peer)
         if is_first:
             self._is_known_what_was.set()
             self._parts.background.start(self._settle())

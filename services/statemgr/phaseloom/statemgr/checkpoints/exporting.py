@@ -13,9 +13,12 @@ import contextlib
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from blake3 import blake3
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
@@ -31,17 +34,108 @@ from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.statemgr.checkpoints import pins
 from phaseloom.statemgr.checkpoints.files import Checkpoints, name_taken, writing
 from phaseloom.statemgr.checkpoints.marker import Marker
-from phaseloom.statemgr.checkpoints.nodeparts import NodeParts
 from phaseloom.statemgr.checkpoints.shards import Written, write_state
 from phaseloom.statemgr.checkpoints.staging import StagedState, Staging, check
-from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.disk.files import StateDirectory, find_parts, header_of
 from phaseloom.statemgr.node.background import Background
 from phaseloom.statemgr.node.ledger import Ledger
 from phaseloom.statemgr.records.incarnations import Rank, Wpg
+from phaseloom.statemgr.records.seals import seal_header
 from phaseloom.statemgr.records.snapshots import Snapshot, Snapshots
-from phaseloom.statemgr.records.stateheader import Place
+from phaseloom.statemgr.records.stateheader import Place, Section
 
 log = logging.getLogger(__name__)
+
+
+_OPERATION_DIGITS = 16
+
+
+class NodeParts:
+    """Parts of checkpoints: the states that each node of a deployment leaves for rank 0's node.
+
+    Each node except rank 0's writes its ranks' states as a state file under the checkpoint root,
+    next to the checkpoint. Rank 0's node reads these files and makes whole tensors of all states,
+    so the nodes must share the file system of that root. The file name has a hash of the
+    operation's id and the incarnation, because two incarnations may differ in bits and must never
+    be mixed. Blocking: call it in a thread.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, directory: StateDirectory) -> None:
+        self._checkpoints = checkpoints
+        self._directory = directory
+
+    def is_written(self, snapshot: Snapshot) -> bool:
+        """Whether this node's part of another node's checkpoint is on disk, and of the snapshot's
+        incarnation.
+
+        Args: snapshot: its `parts` may be empty.
+        """
+        return header_of(self._own(snapshot)) is not None
+
+    def write(
+        self, snapshot: Snapshot, ranks: Sequence[StagedState], cancelled: threading.Event
+    ) -> None:
+        """Write this node's part of a checkpoint."""
+        sections = [Section(len(each.memory), each.tensors, each.digest) for each in ranks]
+        header = seal_header(
+            snapshot.key,
+            snapshot.seq,
+            sections,
+            rank_offset=snapshot.rank_offset,
+            num_ranks=snapshot.num_ranks,
+        )
+        memories = [each.memory for each in ranks]
+        self._directory.write(self._own(snapshot), header, memories, cancelled)
+
+    def find(self, snapshot: Snapshot) -> list[Place]:
+        """The places of the states of the other nodes' ranks.
+
+        Raises: CallerError: FAILED_PRECONDITION: a node's part is not under this root.
+                ResourceError: DATA_LOSS: a part is bad.
+        """
+        place = self._checkpoints.directory(snapshot.key, snapshot.name).parent
+        places: list[Place] = []
+        for rank in range(len(snapshot.parts), snapshot.num_ranks, len(snapshot.parts)):
+            path = next(place.glob(f"{_beginning(snapshot, rank)}.*.part"), None)
+            if path is None:
+                raise CallerError(
+                    f"what the ranks from {rank} on have of checkpoint {snapshot.name!r} is not "
+                    "under this node's checkpoint root: their node has put it elsewhere",
+                    code=Code.FAILED_PRECONDITION,
+                    remedy="give the state managers of all nodes of the deployment one "
+                    "checkpoint_root, on a file system that they share",
+                )
+            places += find_parts(path)
+        return places
+
+    def discard(self, snapshot: Snapshot) -> None:
+        """Remove the parts of the other nodes, which nobody needs any more."""
+        place = self._checkpoints.directory(snapshot.key, snapshot.name).parent
+        self._directory.discard(*place.glob(f"{_prefix(snapshot)}-*.part"))
+
+    def forget(self, key: DeploymentKey) -> None:
+        """Remove the parts that this node has left for checkpoints of a deployment that is gone."""
+        if self._checkpoints.root is not None:
+            place = self._checkpoints.directory(key, "any").parent
+            self._directory.discard(*place.glob(f".*.{self._checkpoints.node}.part"))
+
+    def _own(self, snapshot: Snapshot) -> Path:
+        """The path of the file with the states of this node's ranks."""
+        directory = self._checkpoints.directory(snapshot.key, snapshot.name)
+        begin = _beginning(snapshot, snapshot.rank_offset)
+        return directory.with_name(f"{begin}.{self._checkpoints.node}.part")
+
+
+def _prefix(snapshot: Snapshot) -> str:
+    """The beginning of the names of all files for an operation's checkpoint."""
+    digits = blake3(snapshot.operation.encode()).hexdigest()[:_OPERATION_DIGITS]
+    return f".{snapshot.name}.{digits}"
+
+
+def _beginning(snapshot: Snapshot, rank: int) -> str:
+    """The beginning of the name of the file with the states of a node's ranks, from `rank` on."""
+    return f"{_prefix(snapshot)}-{snapshot.incarnation:d}-{rank:d}"
+
 
 MAX_OPERATION_CHARS = 200
 """The longest id of an operation, in characters: the id is in the node's manifest and in a file."""
@@ -106,7 +200,11 @@ class Exporter:
             )
         rank.wpg.check_alive()
         async with self._locks[key]:
-            await self._until_others_end(rank.wpg, operation)
+            write = self._writes.get((key, operation))
+            if write is not None and not self._has_snapshot(rank.wpg, operation):
+                # Another incarnation's snapshot, which must be taken again.
+                with contextlib.suppress(PhaseloomError):
+                    await asyncio.shield(write.done)
             is_written = await self._written_by(key, request) is not None
             if is_written or self._has_snapshot(rank.wpg, operation):
                 return SnapshotTaken()
@@ -139,14 +237,6 @@ class Exporter:
             snapshot.is_whole or snapshot.incarnation == wpg.incarnation
         )
 
-    async def _until_others_end(self, wpg: Wpg, operation: str) -> None:
-        """Wait until another incarnation's snapshot for this operation is written, where the
-        snapshot must be taken again."""
-        write = self._writes.get((wpg.key, operation))
-        if write is not None and not self._has_snapshot(wpg, operation):
-            with contextlib.suppress(PhaseloomError):
-                await asyncio.shield(write.done)
-
     async def write(self, rank: Rank, request: WriteCheckpoint) -> CheckpointWritten:
         """Write the operation's snapshot to disk; the write goes on where the caller is gone.
         Idempotent.
@@ -162,17 +252,14 @@ class Exporter:
                 marker = await self._written_by(key, request)
                 if marker is not None:
                     return CheckpointWritten(marker.result.weights_sha256)
-                if await self._has_left_part(rank.wpg, request):
-                    return CheckpointWritten("")
+                has_snapshot = (key, operation) in self._snapshots
+                if rank.wpg.rank_offset and not has_snapshot:
+                    # This node's part of another node's checkpoint may be on disk already.
+                    empty = Snapshot.of(rank.wpg, operation, request.name, 0, [])
+                    if await asyncio.to_thread(self._parts.is_written, empty):
+                        return CheckpointWritten("")
                 write = self._begin(key, request)
         return await asyncio.shield(write.done)
-
-    async def _has_left_part(self, wpg: Wpg, request: WriteCheckpoint) -> bool:
-        """Whether this node's part of a checkpoint that another node writes is on disk already."""
-        if not wpg.rank_offset or (wpg.key, request.operation) in self._snapshots:
-            return False
-        snapshot = Snapshot.of(wpg, request.operation, request.name, 0, [])
-        return await asyncio.to_thread(self._parts.is_written, snapshot)
 
     def _begin(self, key: DeploymentKey, request: WriteCheckpoint) -> _Write:
         snapshot = self._snapshots.get((key, request.operation))
@@ -222,7 +309,11 @@ class Exporter:
         """
         async with self._of_other_nodes(snapshot) as others:
             await self._staging.until_proved(snapshot)
-            ranks = self._staged(snapshot)
+            ranks = []
+            for index, part in enumerate(snapshot.parts, snapshot.rank_offset):
+                assert part.checksums is not None
+                memory = self._staging.view(part.extent, part.num_bytes)
+                ranks.append(StagedState(index, part.tensors, memory, part.checksums))
             if snapshot.rank_offset:
                 await asyncio.to_thread(self._parts.write, snapshot, ranks, cancelled)
                 return ""
@@ -305,15 +396,6 @@ class Exporter:
         # All states were read by now: a state that is still whole was whole when it was read.
         check(snapshot.key, staged)
         return written
-
-    def _staged(self, snapshot: Snapshot) -> list[StagedState]:
-        """The staged states of this node's ranks in a snapshot, whose checksums are taken."""
-        staged = []
-        for index, part in enumerate(snapshot.parts, snapshot.rank_offset):
-            assert part.checksums is not None
-            memory = self._staging.view(part.extent, part.num_bytes)
-            staged.append(StagedState(index, part.tensors, memory, part.checksums))
-        return staged
 
     def abandon(self) -> None:
         """Free the snapshots that are not being written: the agent that would ask is gone."""

@@ -313,7 +313,11 @@ class SavedState:
                 code=Code.FAILED_PRECONDITION,
                 field=f"tensors[{unsound}]",
             )
-        weights, training = _described(held)
+        weights: Expected = {}
+        training: Expected = {}
+        for slot in held:
+            group = weights if slot.role is Role.WEIGHT else training
+            group[slot.name] = (slot.dtype, global_shape(slot))
         found = self._weights
         if not are_all:
             found = {name: found[name] for name in weights if name in found}
@@ -462,19 +466,15 @@ class SavedState:
                 file.entries.extend(decode_header(opened.read(length), file.num_bytes))
         except (OSError, ValueError) as error:
             raise _data_loss(path, str(error)) from error
-        self._verify(file, LENGTH_BYTES + length)
-        self._files[name] = file
-        return file.entries
-
-    def _verify(self, file: _File, end: int) -> None:
-        """Verify the blocks up to `end`, which hold the header. The entries are known by now, so
-        that an error can name the tensors."""
-        last = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, file.num_bytes)
-        with self._opened(file) as opened:
+        # The header's blocks are verified only now, when an error can name the tensors.
+        last = min(-(-(LENGTH_BYTES + length) // BLOCK_BYTES) * BLOCK_BYTES, file.num_bytes)
+        with self._opened(file) as verified:
             for start in range(0, last, CHUNK_BYTES):
                 stop = min(start + CHUNK_BYTES, last)
                 buffer = memoryview(bytearray(stop - start))
-                self._read_chunk(file, opened, start, (start, stop), buffer)
+                self._read_chunk(file, verified, start, (start, stop), buffer)
+        self._files[name] = file
+        return file.entries
 
     def _loss(self, file: _File, why: str, start: int, end: int) -> ResourceError:
         first = min((entry.offset for entry in file.entries), default=file.num_bytes)
@@ -485,15 +485,6 @@ class SavedState:
 
 Expected = dict[str, tuple[str, tuple[int, ...]]]
 """The dtype and whole shape of each tensor, by name."""
-
-
-def _described(slots: Iterable[TensorSlot]) -> tuple[Expected, Expected]:
-    weights: Expected = {}
-    training: Expected = {}
-    for slot in slots:
-        group = weights if slot.role is Role.WEIGHT else training
-        group[slot.name] = (slot.dtype, global_shape(slot))
-    return weights, training
 
 
 def _check_same(

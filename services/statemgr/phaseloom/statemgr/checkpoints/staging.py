@@ -205,16 +205,13 @@ def check(key: DeploymentKey, states: Sequence[StagedState]) -> None:
         found = checksums_of(each.memory, NEVER)
         for at in range(0, len(each.checksums), CHECKSUM_BYTES):
             if found[at : at + CHECKSUM_BYTES] != each.checksums[at : at + CHECKSUM_BYTES]:
-                raise _changed(key, each, at // CHECKSUM_BYTES * BLOCK_BYTES)
-
-
-def _changed(key: DeploymentKey, state: StagedState, start: int) -> ResourceError:
-    end = min(start + BLOCK_BYTES, len(state.memory))
-    return ResourceError(
-        f"{key} rank {state.rank}, bytes {start} to {end} of its state "
-        f"({names_within(state.tensors, start, end)}): the copy for a checkpoint has changed in "
-        "host memory since it was made",
-        code=Code.DATA_LOSS,
-        remedy="save again; if it comes again, the node's memory fails",
-        details={"deployment": key, "rank": state.rank, "offset": start},
-    )
+                start = at // CHECKSUM_BYTES * BLOCK_BYTES
+                end = min(start + BLOCK_BYTES, len(each.memory))
+                raise ResourceError(
+                    f"{key} rank {each.rank}, bytes {start} to {end} of its state "
+                    f"({names_within(each.tensors, start, end)}): the copy for a checkpoint has "
+                    "changed in host memory since it was made",
+                    code=Code.DATA_LOSS,
+                    remedy="save again; if it comes again, the node's memory fails",
+                    details={"deployment": key, "rank": each.rank, "offset": start},
+                )

@@ -126,14 +126,14 @@ class Handover:
         close_fds(self._handles.values())
         self._handles.clear()
         # Only now: before, the manifest that would be recorded was not whole.
-        self.ledger.handles.take_over(agent, self.index, index, found[0] if found else 0, held)
+        self.ledger.take_over(agent, self.index, index, found[0] if found else 0, held)
         return manifest.endpoint
 
     def _give_up(self, agent: Peer[StateMessage], why: str) -> str:
         log.error("nothing can be taken over from the daemon before: %s", why)
         close_fds(self._handles.values())
         self._handles.clear()
-        self.ledger.handles.attach(agent)
+        self.ledger.attach(agent)
         return ""
 
     def _restore_wpg(self, entry: WpgEntry) -> None:

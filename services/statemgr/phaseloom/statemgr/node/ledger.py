@@ -40,11 +40,20 @@ class Ledger:
     def __init__(self, node: NodeId, memory: HostMemory, describe: Callable[[], Manifest]) -> None:
         """Args: describe: returns the manifest of what the node holds now."""
         self.node = node
-        self.handles = HandleRegistry(memory, describe)
+        self.index = secrets.token_hex(8)
+        """Name of this set of handles. An agent with handles of another name has none of these."""
         self.settled = asyncio.Event()
         """Set once everything that a killed daemon held is taken over or given up. The records are
         usable from then on."""
         self._changed = asyncio.Event()
+        self._memory = memory
+        self._describe = describe
+        self._fds = [os.memfd_create("phaseloom: index", os.MFD_CLOEXEC) for _ in INDEX_HANDLES]
+        self._generation = 0
+        self._written = b""
+        self._agent: Peer[StateMessage] | None = None
+        self._kept_handles: set[int] = set()
+        self._lock = asyncio.Lock()
 
     @asynccontextmanager
     async def change(self) -> AsyncIterator[AsyncExitStack]:
@@ -57,7 +66,7 @@ class Ledger:
             try:
                 yield after_recording
             finally:
-                await self.handles.record()
+                await self._record()
 
     def announce(self) -> None:
         """Wake everyone in `until`, because something has changed."""
@@ -78,21 +87,7 @@ class Ledger:
                 f"{self.node} does not know yet what it holds", remedy="retry, or ask another node"
             ) from None
 
-
-class HandleRegistry:
-    """The handles that the agent keeps, and the manifest. `record` brings both up to date."""
-
-    def __init__(self, memory: HostMemory, describe: Callable[[], Manifest]) -> None:
-        self.index = secrets.token_hex(8)
-        """Name of this set of handles. An agent with handles of another name has none of these."""
-        self._memory = memory
-        self._describe = describe
-        self._fds = [os.memfd_create("phaseloom: index", os.MFD_CLOEXEC) for _ in INDEX_HANDLES]
-        self._generation = 0
-        self._written = b""
-        self._agent: Peer[StateMessage] | None = None
-        self._kept_handles: set[int] = set()
-        self._lock = asyncio.Lock()
+    # --- what the agent keeps ---
 
     def attach(self, agent: Peer[StateMessage]) -> None:
         """Let this agent keep the handles from now on. Handles that it kept before are void."""
@@ -127,25 +122,22 @@ class HandleRegistry:
         close_fds(self._fds)
         self._fds = []
 
-    async def record(self) -> None:
+    async def _record(self) -> None:
         """Bring the agent's handles and the manifest up to date. Raises nothing.
 
         If another agent comes meanwhile, it has none of the handles, so it gets all of them.
         """
         async with self._lock:
             while (agent := self._agent) is not None:
-                await self._update(agent)
+                # The index's memfds go last (their handles are negative): the manifest names the
+                # others.
+                missing = sorted(self._handles().keys() - self._kept_handles, reverse=True)
+                await self._send_handles(agent, keep=missing, drop=[])
+                self._write()
+                dropped = sorted(self._kept_handles - self._handles().keys())
+                await self._send_handles(agent, keep=[], drop=dropped)
                 if self._agent is agent:
                     return
-
-    async def _update(self, agent: Peer[StateMessage]) -> None:
-        # The index's memfds go last (their handles are negative): the manifest names the others.
-        missing = sorted(self._handles().keys() - self._kept_handles, reverse=True)
-        await self._send_handles(agent, keep=missing, drop=[])
-        self._write()
-        await self._send_handles(
-            agent, keep=[], drop=sorted(self._kept_handles - self._handles().keys())
-        )
 
     def _handles(self) -> dict[int, int]:
         return self._memory.handles() | dict(zip(INDEX_HANDLES, self._fds, strict=True))

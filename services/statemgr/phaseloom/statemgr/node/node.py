@@ -12,12 +12,11 @@ from phaseloom.common.contract.state_rank import StateMessage
 from phaseloom.common.transport.framing import Peer
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.background import Background
-from phaseloom.statemgr.node.devicecopies import DeviceCopies
 from phaseloom.statemgr.node.digests import Digests
 from phaseloom.statemgr.node.extents import HostMemory
 from phaseloom.statemgr.node.ledger import Ledger
 from phaseloom.statemgr.node.ranks import Ranks
-from phaseloom.statemgr.node.stores import HostCopyStore, HostSealStore, VersionStore
+from phaseloom.statemgr.node.stores import DeviceCopies, HostCopyStore, HostSealStore, VersionStore
 from phaseloom.statemgr.records.incarnations import Rank
 from phaseloom.statemgr.records.manifest import manifest_of
 from phaseloom.statemgr.records.records import Records
@@ -70,5 +69,5 @@ class Node:
 
     def close(self) -> None:
         self.device_copies.close()
-        self.ledger.handles.close()
+        self.ledger.close()
         self.memory.close()

@@ -6,23 +6,257 @@ Each store frees memory and files together with the record that referred to them
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from phaseloom.common.contract.ids import DeploymentKey, JobKey
+from phaseloom.common.contract.errors import CallerError, Code, InternalError, PhaseloomError
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, VersionKey
+from phaseloom.common.observability import metrics
+from phaseloom.common.process.error_boundary import error_boundary
+from phaseloom.common.transport.framing import close_fds
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.disk.statefile import parts_in
 from phaseloom.statemgr.node.background import Background
-from phaseloom.statemgr.node.devicecopies import DeviceCopies
 from phaseloom.statemgr.node.extents import HostMemory
 from phaseloom.statemgr.node.ledger import Ledger
-from phaseloom.statemgr.node.moves import Moves
-from phaseloom.statemgr.records.incarnations import HostCopy, Rank, State, Wpg
+from phaseloom.statemgr.records.incarnations import HostCopy, InvalidTransition, Rank, State, Wpg
 from phaseloom.statemgr.records.records import Records
+from phaseloom.statemgr.records.residency import Residency
 from phaseloom.statemgr.records.seals import HostSeal
 from phaseloom.statemgr.records.stateheader import Place
 from phaseloom.statemgr.records.versions import Version
+from phaseloom.statemgr.transfer.permission import check_reader
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Move:
+    """One move of a host copy."""
+
+    copy: HostCopy
+    is_up: bool
+    """True: a promotion; False: a demotion."""
+    is_hint: bool
+    """Whether a hint started the move, so that only copies that are needed later make room for
+    it."""
+    cancelled: threading.Event
+    """Set to end the move early; read by the thread that moves the bytes."""
+    done: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    """The end of the move, with its failure if any."""
+
+    @property
+    def name(self) -> str:
+        """The name of the move in metrics and logs."""
+        return "promote" if self.is_up else "demote"
+
+
+Work = Callable[[Move], Awaitable[None]]
+"""Moves the bytes and records where they are.
+
+Raises: PhaseloomError: the copy is where it was, or is lost.
+"""
+
+
+class Moves:
+    """The moves of host copies between host memory and NVMe that are under way.
+
+    Invariant: at most one move of a host copy is under way. A caller that needs the copy in host
+    memory cancels a demotion and joins a promotion. A move continues if its caller is cancelled,
+    and reports its failure to everyone who waits. `Tiering` starts the moves; `HostCopyStore`
+    cancels those of lost copies.
+    """
+
+    def __init__(
+        self,
+        background: Background,
+        name: NodeId,
+        directory: StateDirectory,
+        stale_file: Callable[[HostCopy], Path | None],
+        announce: Callable[[], None],
+    ) -> None:
+        """Args: stale_file: called after a move; returns the copy's file if it must be removed.
+        announce: called when a move has ended."""
+        self._background = background
+        self._name = name
+        self._directory = directory
+        self._stale_file = stale_file
+        self._announce = announce
+        self._moves: dict[HostCopy, Move] = {}
+
+    def __len__(self) -> int:
+        """The number of moves under way."""
+        return len(self._moves)
+
+    def __contains__(self, copy: object) -> bool:
+        """Whether a move of the host copy is under way."""
+        return copy in self._moves
+
+    def under_way(self) -> list[Move]:
+        return list(self._moves.values())
+
+    async def move(self, copy: HostCopy, work: Work, *, is_up: bool) -> None:
+        """Move a host copy and wait. The move continues if the caller is cancelled."""
+        await asyncio.shield(self._begin(copy, work, is_up=is_up).done)
+
+    async def until_settled(self, copy: HostCopy) -> None:
+        """Wait until no move of the host copy is under way: join a promotion, cancel a demotion."""
+        while (move := self._moves.get(copy)) is not None:
+            if not move.is_up:
+                move.cancelled.set()
+            with contextlib.suppress(PhaseloomError):
+                await asyncio.shield(move.done)
+
+    def hint(self, copy: HostCopy, work: Work) -> None:
+        """Start to promote a host copy that will be needed, unless a move of it is under way."""
+        if copy not in self._moves:
+            self._begin(copy, work, is_up=True, is_hint=True)
+
+    def give_up(self, copy: HostCopy, file: Path) -> None:
+        """Give up a host copy that nobody needs: cancel its move, which then removes its file, or
+        remove the file at once."""
+        move = self._moves.get(copy)
+        if move is not None:
+            move.cancelled.set()
+        else:
+            self._directory.discard(file)
+
+    async def discard(self, file: Path) -> None:
+        """Remove a file that nobody needs. Raises nothing: the next start removes leftover
+        files."""
+        with contextlib.suppress(InternalError), error_boundary(metrics.UNFORESEEN, "move"):
+            await asyncio.to_thread(self._directory.discard, file)
+
+    def _begin(self, copy: HostCopy, work: Work, *, is_up: bool, is_hint: bool = False) -> Move:
+        assert copy not in self._moves
+        move = self._moves[copy] = Move(copy, is_up, is_hint, self._background.event())
+        self._background.start(self._run(move, work))
+        return move
+
+    async def _run(self, move: Move, work: Work) -> None:
+        """Do the work of a move and report its end to everyone who waits.
+
+        An invalid transition ends this process: nobody knows where the copy is, and the next daemon
+        verifies both places.
+        """
+        labels = {"node": self._name, "direction": move.name}
+        failure: PhaseloomError | None = None
+        try:
+            with metrics.timed(metrics.TRANSFER_DURATION, **labels):
+                await work(move)
+            metrics.count(metrics.TRANSFER_MOVED, move.copy.num_bytes, **labels)
+        except InvalidTransition:
+            raise
+        except PhaseloomError as error:
+            log.info("the %s of %s ended: %s", move.name, move.copy, error)
+            failure = error
+        file = self._stale_file(move.copy)
+        if file is not None:
+            await self.discard(file)
+        # Before `done`: those who wait may start the next move at once.
+        del self._moves[move.copy]
+        if failure is None:
+            move.done.set_result(None)
+        else:
+            move.done.set_exception(failure)
+            # Marks the failure as seen: nobody may be waiting for a hint's move.
+            move.done.exception()
+        self._announce()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCopy:
+    """The device memory of one version, as a descriptor."""
+
+    device: int
+    num_bytes: int
+    fd: int
+
+
+class DeviceCopies:
+    """Weights versions in device memory, so that ranks on one GPU sync without the host.
+
+    The rank that publishes a version hands over a descriptor of device memory with the same bytes.
+    A rank that opens the version on that device receives it. The daemon only holds descriptors and
+    uses no GPU itself.
+
+    Invariant: device copies never keep a deployment out, because heaps have priority in the budget.
+    They are a cache, at most one per version: the version itself is in host memory, and a kill of
+    the daemon drops them.
+    """
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+        self._copies: dict[VersionKey, DeviceCopy] = {}
+        """By version, oldest first."""
+
+    def keep(self, rank: Rank, key: VersionKey, num_bytes: int, fds: list[int]) -> bool:
+        """Hold a version's device memory if it fits next to the heaps on the device.
+
+        Older device copies are dropped to make room. The method owns the descriptors and closes
+        them if it refuses the copy.
+
+        Returns: whether the copy is held.
+        Raises:  CallerError: PERMISSION_DENIED: there is not exactly one descriptor, or the rank is
+                 not the first one here of the version's policy.
+        """
+        if len(fds) != 1 or key.policy != rank.wpg.key or rank.index:
+            close_fds(fds)
+            raise CallerError(
+                f"{rank} cannot share version {key}", code=Code.PERMISSION_DENIED, field="version"
+            )
+        self.drop(key)
+        budget = self._residency.device_budget_bytes[rank.device]
+        room = budget - self._residency.device_used_bytes(rank.device)
+        if num_bytes > room:
+            log.info("version %s has no room on device %d beside its policy", key, rank.device)
+            close_fds(fds)
+            return False
+        self._drop_oldest(rank.device, until_bytes=room - num_bytes)
+        self._copies[key] = DeviceCopy(rank.device, num_bytes, fds[0])
+        return True
+
+    def find(self, rank: Rank, key: VersionKey) -> int | None:
+        """The descriptor of a version's device memory; None: there is none on the rank's device."""
+        check_reader(rank.wpg, key, None)
+        copy = self._copies.get(key)
+        return copy.fd if copy is not None and copy.device == rank.device else None
+
+    def make_way(self, rank: Rank) -> None:
+        """Drop the oldest device copies that would not fit next to a rank's heap.
+
+        Called before the rank is loaded, after everything that it displaces has left the device.
+        """
+        budget = self._residency.device_budget_bytes[rank.device]
+        used_bytes = self._residency.device_used_bytes(rank.device) + rank.device_bytes
+        self._drop_oldest(rank.device, until_bytes=budget - used_bytes)
+
+    def used_bytes(self, device: int) -> int:
+        return sum(copy.num_bytes for copy in self._copies.values() if copy.device == device)
+
+    def drop(self, key: VersionKey) -> None:
+        copy = self._copies.pop(key, None)
+        if copy is not None:
+            os.close(copy.fd)
+
+    def close(self) -> None:
+        for key in [*self._copies]:
+            self.drop(key)
+
+    def _drop_oldest(self, device: int, until_bytes: int) -> None:
+        """Drop the oldest copies on a device until the others need at most `until_bytes`."""
+        for key in [key for key, copy in self._copies.items() if copy.device == device]:
+            if self.used_bytes(device) <= until_bytes:
+                break
+            self.drop(key)
 
 
 class HostCopyStore:
@@ -169,7 +403,9 @@ class VersionStore:
         extent = self.records.reap(version)
         if extent is None:
             return
-        writer = next((r.wpg for r in self._connected if _writes(r.wpg, version)), None)
+        maker = (version.key.policy, version.incarnation)
+        writers = (r.wpg for r in self._connected if (r.wpg.key, r.wpg.incarnation) == maker)
+        writer = next(writers, None)
         is_orphan = version.incarnation is not None and writer is None
         is_over = not self._all_records.has_job(version.key.policy.job_key)
         if not version.is_committed or version.is_bad or is_orphan or is_over:
@@ -191,10 +427,6 @@ class VersionStore:
             for pool in self._memory.pools():
                 if pool.startswith(f"{job}."):
                     self._memory.drop_pool(pool)
-
-
-def _writes(wpg: Wpg, version: Version) -> bool:
-    return wpg.key == version.key.policy and wpg.incarnation == version.incarnation
 
 
 def pool_of(wpg: Wpg) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import xxhash
@@ -149,10 +149,6 @@ def _plain(table: object) -> bytes:
     return table.packed
 
 
-def _read(_: type, packed: Any) -> TensorTable:
-    return TensorTable.read(packed)
-
-
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain, order="deterministic")
 
 
@@ -162,7 +158,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 def decode_manifest(payload: bytes) -> Manifest:
     """Raises: msgspec.DecodeError: it is no manifest."""
-    return msgspec.msgpack.decode(payload, type=Manifest, dec_hook=_read)
+    return msgspec.msgpack.decode(
+        payload, type=Manifest, dec_hook=lambda _, packed: TensorTable.read(packed)
+    )
 
 
 def encode_record(generation: int, payload: bytes) -> bytes:

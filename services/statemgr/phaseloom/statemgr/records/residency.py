@@ -354,8 +354,8 @@ class Residency:
             rank for rank in wpg.ranks if not ranks or wpg.rank_offset + rank.index in ranks
         ]
         devices = {rank.device for rank in local_ranks}
-        for displaced in self._named(displaces):
-            if not displaced.on_device:
+        for displaced in map(self._wpgs.get, dict.fromkeys(displaces)):
+            if displaced is None or not displaced.on_device:
                 continue
             if displaced is wpg:
                 raise CallerError(f"{wpg} cannot displace itself", field="displaces")
@@ -574,9 +574,6 @@ class Residency:
         has_memory = rank.state not in {State.AWAITING, State.LOST}
         assert not has_memory or rank.has_memory
         assert rank.frozen or (rank.new_extent is None and rank.held_version is None)
-
-    def _named(self, keys: list[DeploymentKey]) -> list[Wpg]:
-        return [self._wpgs[key] for key in dict.fromkeys(keys) if key in self._wpgs]
 
     def _enter_epoch(self, wpg: Wpg, epoch: int) -> None:
         if epoch < wpg.epoch:

@@ -241,8 +241,7 @@ class Sharing:
             known = await asyncio.to_thread(_hash, memory, self.background.stopped)
             # The digest is a rank's word: it is verified before other ranks depend on the copy.
             if known and not await has_digest(memory, copy.digest):
-                for wpg in copy.wpgs:
-                    self.ranks.retire(wpg, "its host copy is not what its digest says")
+                self.ranks.lose(copy, "its host copy is not what its digest says")
             else:
                 copy.hash = known
 

@@ -20,10 +20,10 @@ from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.state_agent import Switched, SwitchIn, SwitchOut
 from phaseloom.common.contract.state_rank import CopyIn
 from phaseloom.common.observability import telemetry
-from phaseloom.statemgr.node.devicecopies import DeviceCopies
 from phaseloom.statemgr.node.digests import Digests, bad_copy
 from phaseloom.statemgr.node.ledger import Ledger
 from phaseloom.statemgr.node.ranks import Ranks
+from phaseloom.statemgr.node.stores import DeviceCopies
 from phaseloom.statemgr.records.incarnations import Rank, State, Step, Wpg
 from phaseloom.statemgr.records.residency import Residency
 from phaseloom.statemgr.tiering.sharing import FrozenCopies
@@ -163,21 +163,15 @@ class Switcher:
                 raise ResourceError(f"{rank} loaded a wrong copy", code=Code.DATA_LOSS)
         except PhaseloomError as error:
             if error.info.code is Code.DATA_LOSS:
-                raise self._bad_copy(rank, error) from error
+                # No load of a bad copy can succeed: the next incarnations start from their seals.
+                if rank.copy is not None:
+                    self.ranks.lose(rank.copy, f"its host copy is bad: {error.info.message}")
+                raise bad_copy(rank, error.info.message) from error
             if rank.state is not State.LOST:
                 self.residency.step(rank, Step.LOAD_FAILED)
             raise
         self.residency.step(rank, Step.LOAD_VERIFIED)
         return copied.duration_s
-
-    def _bad_copy(self, rank: Rank, error: PhaseloomError) -> ResourceError:
-        """End all incarnations that refer to the rank's host copy, and return the error to raise.
-
-        No load of a bad copy can succeed, so the next incarnations begin from their seals.
-        """
-        if rank.copy is not None:
-            self.ranks.lose(rank.copy, f"its host copy is bad: {error.info.message}")
-        return bad_copy(rank, error.info.message)
 
     async def _undo(self, offloaded: Moved, loaded: Moved, trace: Context) -> None:
         """Move back the ranks that were moved; one that cannot be loaded back stays whole in host

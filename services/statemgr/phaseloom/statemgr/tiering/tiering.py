@@ -7,7 +7,7 @@ loaded or sealed, or on a hint. At each moment the file or the memory is whole, 
 a kill finds one of them. A copy whose rank is on a device, being switched, sealed or moved stays
 where it is.
 
-`node.moves` says what happens where two moves of one copy meet.
+`node.stores.Moves` resolves two moves of one copy that meet.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_agent import Prefetch
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import error_boundary
-from phaseloom.statemgr.disk.files import find_parts, header_of
+from phaseloom.statemgr.disk.files import StateDirectory, find_parts, header_of
 from phaseloom.statemgr.node.digests import Digests
 from phaseloom.statemgr.node.extents import Extent, HostMemory
 from phaseloom.statemgr.node.ledger import Ledger
-from phaseloom.statemgr.node.moves import Move
 from phaseloom.statemgr.node.ranks import Ranks
-from phaseloom.statemgr.node.stores import HostCopyStore
+from phaseloom.statemgr.node.stores import HostCopyStore, Move, VersionStore
 from phaseloom.statemgr.records.incarnations import ON_NVME, HostCopy, State, Step, Wpg
 from phaseloom.statemgr.records.layouts import rounded
 from phaseloom.statemgr.records.residency import Residency
 from phaseloom.statemgr.records.stateheader import Section, StateHeader, data_loss
 from phaseloom.statemgr.records.versions import Version
-from phaseloom.statemgr.tiering.versionmoves import VersionMoves
 
 log = logging.getLogger(__name__)
+
 
 T = TypeVar("T")
 Victim = HostCopy | Version
@@ -232,7 +233,8 @@ class Tiering:
                 and self.memory[copy.extent].num_holders == 1
                 and copy not in self.copies.moves
             ),
-            key=_need,
+            # Those without a prediction first, then the latest predicted use, then the oldest use.
+            key=lambda copy: (-copy.next_use_s, copy.last_used),
         )
 
     def _with_numbers(self, refusal: ResourceError) -> ResourceError:
@@ -262,28 +264,23 @@ class Tiering:
         copy = move.copy
         self._check_needed(copy)
         with self._failing(copy, Step.DEMOTE_FAILED, "its host copy is bad"):
-            digest = await self._write(move)
+            (rank, *_), memory = copy.users, self.copies.bytes_of(copy)
+            section = Section(copy.num_bytes, rank.tensors, copy.digest)
+            header = StateHeader("copy", copy.owner, rank.applied, [section])
+            path, write = self.copies.file_of(copy), self.copies.directory.write
+            written = await asyncio.to_thread(write, path, header, [memory], move.cancelled)
             for rank in [*copy.users]:
                 await self.ranks.unpin(rank)
         self._check_needed(copy)
         async with self.ledger.change():
             self.copies.records.step(copy, Step.DEMOTE_VERIFIED)
-            copy.digest, copy.is_dirty, copy.version = digest, False, None
+            copy.digest, copy.is_dirty, copy.version = written.digest, False, None
         # The memory goes only after the manifest names NVMe: the agent has its descriptor, too.
         async with self.ledger.change():
             for rank in [*copy.users]:
                 await (self.ranks.unmap(rank) if copy.is_frozen else self.digests.until_ended(rank))
             self._check_needed(copy)
             self.copies.vacate(copy)
-
-    async def _write(self, move: Move) -> str:
-        """Write the file of a host copy. Returns: the digest of what was written."""
-        copy = move.copy
-        (rank, *_), memory = copy.users, self.copies.bytes_of(copy)
-        section = Section(copy.num_bytes, rank.tensors, copy.digest)
-        header = StateHeader("copy", copy.owner, rank.applied, [section])
-        path, write = self.copies.file_of(copy), self.copies.directory.write
-        return (await asyncio.to_thread(write, path, header, [memory], move.cancelled)).digest
 
     async def _promote(self, copy: HostCopy) -> None:
         """Wait until no move of the copy is under way; promote it where it is on NVMe."""
@@ -376,15 +373,6 @@ class Tiering:
             raise error.with_traceback(None) from None
 
 
-def _need(copy: HostCopy) -> tuple[float, int]:
-    """Sort key by which the copy that is needed last comes first.
-
-    Copies without a prediction come before all others, then the latest predicted use comes first;
-    equals are ordered by least recent use.
-    """
-    return -copy.next_use_s, copy.last_used
-
-
 def _shortage_bytes(refusal: ResourceError) -> int:
     """Bytes of host memory that were lacking; 0 where something else was refused."""
     details = refusal.info.details
@@ -392,3 +380,131 @@ def _shortage_bytes(refusal: ResourceError) -> int:
         return 0
     free = int(details["budget_bytes"]) - int(details["used_bytes"])
     return int(details["needed_bytes"]) - free
+
+
+@dataclass
+class VersionMoves:
+    """Weights versions that nobody reads give up their host memory when it is short.
+
+    A version is written to disk, unless it is there already, and dropped from memory; the next
+    reader reads it again. A prefetched version is dropped altogether, even while it is being
+    fetched: its operation fetches it again. A rank that has a version mapped keeps its pages, so
+    the ranks are asked to unmap it first. A version stays in memory if a rank uses it, or if its
+    extent has another holder.
+    """
+
+    ledger: Ledger
+    versions: VersionStore
+    ranks: Ranks
+    directory: StateDirectory
+    under_way: dict[Version, asyncio.Future[None]] = field(default_factory=dict, init=False)
+    """Versions that are leaving memory, with a future that is done when the move has ended, whether
+    the version left or stays."""
+    _writing: WeakValueDictionary[VersionKey, asyncio.Lock] = field(
+        default_factory=WeakValueDictionary, init=False
+    )
+    """A seal and a lack of memory may want a version on disk at once."""
+
+    def unread(self, *, at_once: bool) -> list[Version]:
+        """The versions that may leave host memory, as far as is known here; the oldest first.
+
+        Args: at_once: True: those for which neither a disk nor a rank has to be waited for; False:
+              the others.
+        """
+        return [
+            version
+            for version in self.versions.records.unused()
+            if version not in self.under_way
+            and not version.is_ahead
+            and version.extent is not None
+            and self.versions.is_only_holder(version)
+            and at_once == (version.is_on_disk and not _alive(version))
+        ]
+
+    def ahead(self) -> list[Version]:
+        """The versions, and copies of slices, that were fetched ahead of an operation, or are being
+        fetched; the oldest first."""
+        known = self.versions.records.ahead()
+        return [version for version in known if version not in self.under_way]
+
+    async def make_room(self, version: Version) -> None:
+        """Free the memory of a version. Raises: ResourceError: the version stays in memory."""
+        await (self._give_up(version) if version.is_ahead else self._leave(version))
+
+    async def _give_up(self, version: Version) -> None:
+        """Drop what was fetched ahead, whether all of it has come or not."""
+        ended = self.under_way[version] = asyncio.get_running_loop().create_future()
+        try:
+            await self._until_unmapped(version)
+            if not version.is_ahead:
+                raise ResourceError(f"version {version.key} is asked for by now")
+            log.info("%s was fetched ahead, and is dropped: host memory is short", version)
+            self.versions.drop(version)
+            await self.ledger.until(lambda: not version.users)
+        finally:
+            del self.under_way[version]
+            ended.set_result(None)
+
+    async def _leave(self, version: Version) -> None:
+        """Put a version on disk and free its memory. Raises: as `make_room`."""
+        ended = self.under_way[version] = asyncio.get_running_loop().create_future()
+        try:
+            with self.versions.using(version):
+                await self._until_unmapped(version)
+                await self.persist(version)
+        finally:
+            del self.under_way[version]
+            ended.set_result(None)
+        if version.is_dropped:
+            return
+        if version.users or _alive(version):
+            raise ResourceError(f"version {version.key} is being read")
+        async with self.ledger.change():
+            self.versions.leave_memory(version)
+        log.info("version %s is on disk only: host memory is short", version.key)
+
+    async def persist(self, version: Version) -> None:
+        """Write a version to disk, unless it is there already."""
+        lock = self._writing.setdefault(version.key, asyncio.Lock())
+        async with lock:
+            if version.is_on_disk or version.is_dropped:
+                return
+            key = version.key
+            section = Section(version.num_bytes, version.tensors, version.digest)
+            header = StateHeader("version", key.policy, key.seq, [section], part=key.part)
+            memory, path = self.versions.bytes_of(version), self.directory.version(key)
+            with self.versions.using(version):
+                await asyncio.to_thread(self.directory.write, path, header, [memory])
+                version.is_on_disk = True
+            if version.is_dropped:
+                await asyncio.to_thread(self.directory.remove, path)
+
+    async def discard(self, version: Version) -> None:
+        """Remove a version from memory and from disk."""
+        self.versions.drop(version)
+        if version.is_on_disk:
+            await asyncio.to_thread(self.directory.remove, self.directory.version(version.key))
+
+    async def _until_unmapped(self, version: Version) -> None:
+        """Ask all readers to unmap the version, and forget them.
+
+        Raises: ResourceError: a rank uses the version, or opened it meanwhile.
+        """
+        readers, openings = _alive(version), version.num_openings
+        still = [wpg for wpg in readers if not await self._unmaps(wpg, version)]
+        if still or version.num_openings != openings:
+            raise ResourceError(f"version {version.key} is being read")
+        version.readers.clear()
+
+    async def _unmaps(self, wpg: Wpg, version: Version) -> bool:
+        for rank in wpg.ranks:
+            used = await self.ranks.unmap(rank)
+            if used is None:
+                return wpg.is_lost
+            if version.key in used:
+                return False
+        return True
+
+
+def _alive(version: Version) -> list[Wpg]:
+    return [wpg for wpg in version.readers if not wpg.is_lost]

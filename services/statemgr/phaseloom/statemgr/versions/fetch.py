@@ -191,7 +191,10 @@ class VersionFetcher:
             return version
         if not request.sources:
             raise not_here(request.key)
-        version = await self._fetch(request)
+        with self.requesting(request.key):
+            endpoint, stream, described = await self._describe(request)
+            with closing(stream):
+                version = await self._fetch(request, {endpoint: stream}, described)
         version.verified_for = request.permit
         return version
 
@@ -212,14 +215,7 @@ class VersionFetcher:
                 raise
         version.check_kept()
 
-    async def _fetch(self, request: VersionRequest) -> Version:
-        """Fetch a whole version from other nodes."""
-        with self.requesting(request.key):
-            endpoint, stream, described = await self._describe(request)
-            with closing(stream):
-                return await self._fetch_from(request, {endpoint: stream}, described)
-
-    async def _fetch_from(
+    async def _fetch(
         self,
         request: VersionRequest,
         idle_streams: dict[str, Stream],
