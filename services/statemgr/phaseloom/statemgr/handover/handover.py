@@ -1,10 +1,10 @@
 """Handover: taking over what a killed state manager held, from the handles that its agent kept.
 
-The manifest says what was in memory, and nothing of it is believed that cannot be verified. A
-weights version is taken over when its digest is right. Each rank of a deployment comes back and
-says where its state is: in its heap, which it alone knows, or in its host copy, whose digest must
-be right. The digest of a dirty host copy is taken now. A deployment is lost when one of its ranks
-stays away or one of its copies is bad: its ranks are cut off.
+The manifest says what was in memory, but everything is verified first. A weights version is adopted
+if its digest is right. Each rank of a deployment comes back and says where its state is: in its
+heap, which only the rank knows, or in its host copy, whose digest must be right. The digest of a
+dirty host copy is taken now. A deployment is lost, and its ranks are cut off, if a rank stays away
+or a copy is bad.
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ class Handover:
     host_seals: HostSealStore
     digests: Digests
     index: str
-    """The name of the handles that the agent kept."""
+    """Name of the handles that the agent kept."""
     _handles: dict[int, int] = field(default_factory=dict, init=False)
     _missing: set[Rank] = field(default_factory=set, init=False)
-    """The ranks that have memory, and have not come back yet."""
+    """Ranks that have memory and have not come back yet."""
     _lost: list[DeploymentKey] = field(default_factory=list, init=False)
     _copies: dict[int, HostCopy] = field(default_factory=dict, init=False)
-    """The host copies whose memory or file is there, by number."""
+    """Host copies whose memory or file exists, by number."""
 
     def take(self, handles: list[int], fds: list[int]) -> None:
-        """Take some handles of the daemon before, each with its descriptor.
+        """Accept some handles of the previous daemon, each with its descriptor.
 
         Raises: CallerError: there is not one descriptor for each handle, or a handle came twice.
         """
@@ -88,9 +88,9 @@ class Handover:
     async def restore(self, agent: Peer[StateMessage]) -> str:
         """Rebuild the node's records from the manifest, and verify the memory that it names.
 
-        Where the manifest is missing or cannot be read, nothing is taken over.
+        If the manifest is missing or cannot be read, nothing is taken over.
 
-        Returns: the endpoint at which the daemon before served versions; empty: it is not known.
+        Returns: the endpoint at which the previous daemon served versions; empty: unknown.
         """
         held = set(self._handles)
         try:
@@ -105,15 +105,15 @@ class Handover:
             return self._give_up(agent, f"its index cannot be read: {error}")
         for key, incarnation in manifest.fences:
             self.records.residency.fence(key, incarnation)
-        # At the same time, in many threads: agent and ranks wait for what is verified.
+        # In parallel, because agent and ranks wait for it.
         await asyncio.gather(*map(self._restore_copy, manifest.host_copies))
         for wpg in manifest.wpgs:
             self._restore_wpg(wpg)
-        # Versions' manifests before their parts: without one a part counts as never committed.
+        # Manifests before parts: without a manifest a part counts as never committed.
         for is_part in (False, True):
             versions = [each for each in manifest.versions if bool(each.key.part) is is_part]
             await asyncio.gather(*map(self._restore_version, versions))
-        # Only now: a copy that nobody refers to may be the memory of a version all the same.
+        # After the versions: an unused copy may be the memory of a version.
         for copy in self._copies.values():
             if not self.records.host_copies.is_known(copy):
                 self.copies.free_memory(copy)
@@ -125,7 +125,7 @@ class Handover:
             self._restore_seal(seal)
         close_fds(self._handles.values())
         self._handles.clear()
-        # Only now: before, the manifest that would be recorded was not whole.
+        # Last, because until now a recorded manifest would be incomplete.
         self.ledger.take_over(agent, self.index, index, found[0] if found else 0, held)
         return manifest.endpoint
 
@@ -181,10 +181,10 @@ class Handover:
         return True
 
     async def _restore_copy(self, entry: CopyEntry) -> None:
-        """Find a host copy: a frozen one where it is whole, in host memory or else on NVMe.
+        """Find a whole host copy. A kill during a move leaves it whole in host memory or on NVMe.
 
-        A kill in the middle of a move leaves it whole in one of the two places. That of a rank that
-        trains is verified when the rank comes back, which may have written it since.
+        The copy of a rank that trains is verified when the rank comes back, which may have written
+        it since.
         """
         copy = HostCopy(**asdict(entry))
         is_above = entry.state not in ON_NVME
@@ -208,7 +208,6 @@ class Handover:
             log.error("%s cannot be taken over", copy)
 
     def _restore_seal(self, seal: HostSeal) -> None:
-        """Take over a seal that is in host memory; its blocks are verified when it is read."""
         if not self._take_extent(seal.extent, seal.num_bytes, seal.name):
             return
         try:
@@ -220,7 +219,7 @@ class Handover:
         self.host_seals.records[seal.key, seal.seq] = seal
 
     def _restore_snapshot(self, snapshot: Snapshot) -> None:
-        """Take over a checkpoint's snapshot, which the next request to write it will find."""
+        """Adopt a checkpoint's snapshot; the next request to write it will find it."""
         taken: list[int] = []
         for part in snapshot.parts:
             if not self._take_extent(part.extent, part.num_bytes, str(snapshot)):
@@ -233,7 +232,7 @@ class Handover:
     def _take_extent(
         self, extent: int, num_bytes: int, name: str, *, is_vacated: bool = False
     ) -> bool:
-        """Take over the memory of an extent, or one share more of it where it is taken already.
+        """Adopt the memory of an extent, or add a holder if it is adopted already.
 
         Args:    num_bytes: the size that it must have.
                  is_vacated: whether the extent's bytes are on NVMe.
@@ -260,7 +259,7 @@ class Handover:
         log.error("version %s cannot be taken over from memory", entry.key)
         if entry.key.is_copy:
             return  # a node that needs the copy fetches it again
-        # Only its policy can make it again, from the log; syncs of this version wait for that.
+        # Only its policy can make it again, from the log; syncs of the version wait for that.
         policy = self.records.residency.find(entry.key.policy)
         if policy is not None and entry.digest and self.records.versions.find(entry.key) is None:
             self._lose(policy, f"version {entry.key} is bad, and on no disk")
@@ -272,10 +271,10 @@ class Handover:
             memory = self.memory[entry.extent].view(entry.num_bytes)
             is_good = await has_digest(memory, entry.digest)
         else:
-            # The version is not committed: its writer goes on, or is lost and the version with it.
+            # Not committed: its writer continues, or is lost together with the version.
             is_good = self.records.residency.is_alive(entry.key.policy, entry.incarnation)
         version = Version(**asdict(entry))
-        # The manifest does not name the readers that have it mapped: any of its job may.
+        # Any rank of the job may have it mapped.
         job = entry.key.policy.job_key
         version.readers = {wpg for wpg in self.records.residency.alive() if wpg.key.job_key == job}
         if is_good and self.records.versions.take_over(version):
@@ -287,7 +286,7 @@ class Handover:
         if wpg.prepared is None:
             return
         for rank in wpg.ranks:
-            # Snapshots of host-only state were not kept, and the rank may have worked on there.
+            # Snapshots of host-only state are not kept, and the rank may have changed that state.
             is_known = rank.is_dirty or rank.frozen
             is_kept = is_known or await has_digest(self.copies.bytes_for(rank), rank.digest)
             if rank.host_bytes or not is_kept:
@@ -295,7 +294,7 @@ class Handover:
                 return
 
     async def resume(self, message: RankResume) -> Rank:
-        """Take a rank back, which says where its state is.
+        """Readmit a rank, which says where its state is.
 
         Raises: CallerError: PERMISSION_DENIED: the rank is not awaited; FAILED_PRECONDITION: it has
                 another heap than before. ResourceError: DATA_LOSS: its host copy is bad. After the
@@ -326,8 +325,8 @@ class Handover:
         return rank
 
     async def _resume_frozen(self, rank: Rank, message: RankResume) -> None:
-        """Take a frozen rank back: its host copy is the extent that it copied out to last, where
-        that is whole, or else the one before."""
+        """Readmit a frozen rank. Its host copy is the extent that it copied out to last, if that is
+        whole, or else the previous one."""
         digest = message.digest or rank.digest
         state = State.HOST
         if rank.copy is None and not message.filled:
@@ -352,10 +351,10 @@ class Handover:
         return await has_digest(memory.readable(rank.extent_bytes), digest)
 
     def _occupy(self, rank: Rank) -> None:
-        """Give the host copy of a resident rank its memory again, where it was on NVMe.
+        """Give the host copy of a resident rank its memory again if it was on NVMe.
 
-        Raises: ResourceError: there is no memory for it, or a part of the state was in the memory
-                that was given back; the incarnation is over.
+        Raises: ResourceError: there is no memory for it, or part of the state was in memory that
+                was given back. The incarnation is over.
         """
         copy = rank.copy
         assert copy is not None
@@ -373,9 +372,9 @@ class Handover:
             raise
 
     async def _find_tier(self, rank: Rank, digest: str) -> None:
-        """Record the tier in which the host copy of a rank is whole.
+        """Record the tier in which the host copy of a rank is whole: a kill during a demotion
+        leaves it whole in one of the two.
 
-        A kill in the middle of a demotion leaves it whole in one of the two.
         Raises: ResourceError: DATA_LOSS: it is whole in neither; the incarnation is over.
         """
         copy = rank.copy
@@ -383,7 +382,7 @@ class Handover:
         is_below = copy.state in ON_NVME
         copy.state = State.HOST
         if not is_below and (not digest or await has_digest(self.copies.bytes_of(copy), digest)):
-            # Without a digest the copy is dirty: the rank has copied it out, and it is not hashed.
+            # Without a digest the copy is dirty: whole but not hashed yet.
             return
         if not await asyncio.to_thread(self.tiering.is_demoted, copy, digest):
             raise self._bad_copy(rank)
@@ -392,7 +391,7 @@ class Handover:
         copy.state = State.DEMOTED
 
     def begin_again(self, token: str) -> None:
-        """Free the extent of a rank that says hello: it never heard of that extent."""
+        """Free the extent of a rank that says hello, because it never received that extent."""
         rank = self.records.residency.known(token)
         if rank in self._missing:
             self._missing.discard(rank)
@@ -403,7 +402,7 @@ class Handover:
             self.ledger.announce()
 
     async def finish(self, timeout_s: float) -> list[DeploymentKey]:
-        """Wait for the ranks; those that do not come back in time are lost.
+        """Wait for the ranks. Those that do not come back in time are lost.
 
         Returns: the deployments that are lost with this handover.
         """

@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.2
 _NOT_THERE = frozenset({Code.NOT_FOUND, Code.DATA_LOSS})
-"""The codes that a source answers with where it will not have the whole file later either."""
+"""Codes of a source that will not have the whole file later either."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,10 @@ class RemoteFile:
     async def fetch(
         self, directory: StateDirectory, *, ranks: tuple[int, int] = (0, 0)
     ) -> StateHeader:
-        """Fetch the file onto this node's disk. Returns: its header.
+        """Fetch the file to this node's disk. Returns: its header.
 
-        Args:   ranks: (first rank, number of ranks on all nodes) of the state that the file is to
-                hold: see `StateHeader.is_of`.
+        Args:   ranks: (first rank, ranks on all nodes) that the file must have: see
+                `StateHeader.is_of`.
         Raises: ResourceError: DATA_LOSS: every source answers, and none has the whole file;
                 UNAVAILABLE: a source does not answer; RESOURCE_EXHAUSTED: this node's disk is full;
                 the disk fails.
@@ -100,7 +100,6 @@ class RemoteFile:
         return header
 
     async def _fetch_blocks(self, draft: Draft, header: StateHeader) -> int:
-        """Fetch all blocks. Returns: the number of bytes that came."""
         size = header.block_bytes
         places = [Place(str(self.name), header, i, at) for i, at in enumerate(draft.offsets)]
         slices: list[Slice] = []
@@ -113,7 +112,7 @@ class RemoteFile:
         def open_with(parts: list[str], session: str | None) -> wire.OpenFile:
             return wire.OpenFile(self.name, self.ticket)
 
-        # Sites share nothing of a file: every replica has it on its own disk.
+        # Nodes of a site do not share files: every replica needs its own.
         home, incoming = replace(self.home, site=""), Incoming(slices, {"": header.digest})
         fetch = Fetch(str(self.name), open_with, home, incoming, _Disk(draft, places))
         batches = [Batch("", [Piece(each, box_of(each))]) for each in slices]
@@ -126,8 +125,8 @@ class RemoteFile:
         return fetch.fetched_bytes
 
     async def describe(self, ranks: tuple[int, int] = (0, 0)) -> wire.FileDescription:
-        """The description of the file by the first source with a good answer. All sources are asked
-        again and again for one timeout."""
+        """The description of the file by the first source with a good answer. All sources are tried
+        repeatedly for one timeout."""
         asked = wire.DescribeFile(self.name, self.ticket)
         started_s = time.monotonic()
         while True:
@@ -150,7 +149,7 @@ class _Disk:
     """A sink that writes to this node's disk, one block at a time."""
 
     base: memoryview | None = None
-    """Always None: a file is never sent as a delta."""
+    """A file is never sent as a delta."""
 
     def __init__(self, draft: Draft, places: list[Place]) -> None:
         self._draft = draft
@@ -180,14 +179,14 @@ class _Disk:
         return digest.hexdigest()
 
     async def is_sound(self) -> bool | None:
-        """Always true: each block was verified by the file's header when it came."""
+        """Always true: each block was verified on arrival, by the file's header."""
         return True
 
 
 def _check(name: FileName, ranks: tuple[int, int], header: StateHeader) -> None:
     """Check a header that a source sent.
 
-    Raises: ResourceError: DATA_LOSS: it is of another file or of other ranks, or lacks checksums.
+    Raises: ResourceError: DATA_LOSS: it is of another file or other ranks, or lacks checksums.
     """
     is_meant = name == FileName(header.kind, header.deployment, header.seq, header.part)
     is_blocked = bool(header.parts) and header.block_bytes == BLOCK_BYTES
@@ -216,7 +215,7 @@ ReadBlock = Callable[[Place, int, memoryview], int]
 async def open_file(
     host_seals: HostSealStore, directory: StateDirectory, name: FileName
 ) -> tuple[StateHeader, Served]:
-    """The header and the blocks of a file that is on this node's disk, or of a seal in memory."""
+    """The header and blocks of a file on this node's disk, or of a seal in memory."""
     kept = host_seals.records.get((name.deployment, name.seq))
     if name.kind == "seal" and kept is not None:
         image = MemoryFile(host_seals.bytes_of(kept))
@@ -237,15 +236,15 @@ async def parts_of(directory: StateDirectory, name: FileName) -> list[str]:
 
 
 class _File:
-    """The blocks of a state file, which are read and verified one at a time."""
+    """The blocks of a state file, read and verified one at a time."""
 
     def __init__(self, places: list[Place], read: ReadBlock) -> None:
         self._places = {str(place.index): place for place in places}
         self._read = read
         self._buffer = _page_buffer(MAX_BATCH_BYTES + MAX_BATCH_BOXES * PAGE_BYTES)
-        """Memory for the blocks of one request, each at a page of its own."""
+        """Memory for the blocks of one request, each starting at a page."""
         self._taken = 0
-        """The bytes of the buffer that the request's blocks have taken so far."""
+        """Bytes of the buffer that the request's blocks have used so far."""
 
     def find(self, part: str, box: Box) -> _Block:
         place = self._places.get(box.name)
@@ -259,7 +258,8 @@ class _File:
         return _Block(self, place, number)
 
     async def until_arrived(self, part: str, boxes: Sequence[Box]) -> None:
-        """Return at once: all of the file is here. The blocks of the request before are sent."""
+        """Return at once: all of the file is here. The blocks of the previous request are sent by
+        now."""
         self._taken = 0
 
     def read(self, block: _Block) -> memoryview:
@@ -286,7 +286,7 @@ class _Block(NamedTuple):
 
 
 def _page_buffer(num_bytes: int) -> memoryview:
-    """Memory that a disk takes directly; freed with the last reference to it."""
+    """Page-aligned memory, which a disk can use directly."""
     return memoryview(mmap.mmap(-1, num_bytes))
 
 
@@ -317,7 +317,7 @@ class Replicator:
     _elsewhere: dict[DeploymentKey, FetchState] = field(default_factory=dict, init=False)
     """The last request for each deployment that named sources, which may have its files."""
     _under_way: dict[DeploymentKey, list[FetchState]] = field(default_factory=dict, init=False)
-    """The requests whose files are being fetched, by deployment."""
+    """Requests whose files are being fetched, by deployment."""
 
     async def fetch(self, request: FetchState) -> None:
         """Fetch the files that a request names, unless they are on this disk or in host memory."""
@@ -327,14 +327,14 @@ class Replicator:
         if request.keeps is not None:
             await self.weights.keep(request.keeps, request.sources)
         if request.holds is not None:
-            # Ahead of the version's sync, which fetches it if this fails.
+            # A prefetch: if it fails, the version's sync fetches it.
             try:
                 await self.weights.get(request.holds, request.sources)
             except PhaseloomError as error:
                 log.info("version %s is not fetched ahead: %s", request.holds.version, error)
 
     def _note_kept(self, request: FetchState) -> None:
-        """Note that versions that ranks here had fetched stay, as the files that are fetched do."""
+        """Keep versions that ranks here have fetched, like the files that are fetched now."""
         for seq in request.versions:
             self.weights.mark_kept(VersionKey(request.deployment, seq))
 
@@ -362,7 +362,7 @@ class Replicator:
                 except ResourceError as error:
                     if error.info.code is not Code.DATA_LOSS:
                         raise
-                    # No node has it: it may have been released everywhere by now.
+                    # It may have been released everywhere by now.
                     log.warning("%s", error)
 
     @contextmanager
@@ -372,7 +372,7 @@ class Replicator:
         try:
             yield
         finally:
-            # By identity: another request may ask for the same files.
+            # By identity: another request may name the same files.
             requests[:] = [each for each in requests if each is not request]
             if not requests and self._under_way.get(request.deployment) is requests:
                 del self._under_way[request.deployment]
@@ -382,8 +382,8 @@ class Replicator:
         return all(each is not request for each in self._under_way.get(request.deployment, ()))
 
     async def _have_version(self, name: FileName, request: FetchState) -> None:
-        """Fetch a version: first the parts that a source has, then the manifest, so that where a
-        manifest is on disk its parts are, too."""
+        """Fetch a version: first its parts, then the manifest, so that the parts are on disk if the
+        manifest is."""
         if await self._is_here(name):
             return
         if request.ticket is not None and request.sources:
@@ -402,10 +402,7 @@ class Replicator:
                 raise _forgotten(name)
 
     async def _is_here(self, name: FileName, ranks: tuple[int, int] = (0, 0)) -> bool:
-        """Whether a file is here with a good header; its blocks are verified when they are read.
-
-        Args: ranks: as in `StateHeader.is_of`.
-        """
+        """Whether a file is here with a good header; its blocks are verified when they are read."""
         path = path_of(self.directory, name)
         header = await asyncio.to_thread(header_of, path)
         return header is not None and header.is_of(*ranks)
@@ -434,16 +431,16 @@ class Replicator:
             version.is_ahead = False
 
     def forget(self, key: DeploymentKey) -> None:
-        """Forget a deployment whose job has ended, or that needs no copy here any more: what is
-        being fetched of it is removed when it has come."""
+        """Forget a deployment whose job has ended, or that needs no copy here. Files that are still
+        being fetched are removed when they arrive."""
         self._elsewhere.pop(key, None)
         self._under_way.pop(key, None)
 
     async def restore(self, rank: Rank) -> None:
         """Fill the extent of a registered heap from the seal that its incarnation starts from.
 
-        Where the seal here is bad, it is fetched again from another node: every block, for any may
-        be bad.
+        If the seal here is bad, every block of it is fetched again from another node.
+
         Raises: as `Sealer.fill`.
         """
         key, seq = rank.wpg.key, rank.wpg.seal_seq
@@ -468,15 +465,14 @@ class Replicator:
     # --- copies for other nodes ------------------------------------------------------------------
 
     async def open(self, name: FileName) -> tuple[StateHeader, Served]:
-        """The header and the blocks of a file that this node has. Raises: as `open_file`."""
+        """The header and blocks of a file that this node has. Raises: as `open_file`."""
         return await open_file(self.host_seals, self.directory, name)
 
     async def parts_of(self, name: FileName) -> list[str]:
-        """The parts of a weights version that are on this disk; empty for other files."""
         return await parts_of(self.directory, name)
 
     async def keep(self, asked: KeepFiles) -> None:
-        """Fetch another node's files, as a replica of them."""
+        """Fetch another node's files as a replica."""
         key = asked.deployment
         check_key(key)
         request = FetchState(

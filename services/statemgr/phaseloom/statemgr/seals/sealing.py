@@ -1,4 +1,5 @@
-"""Seals: a host copy made whole between operations, then written to disk while work goes on."""
+"""Seals: a host copy is made whole between operations, then written to disk while work
+continues."""
 
 from __future__ import annotations
 
@@ -51,16 +52,16 @@ class Sealer:
     )
 
     def add_from_disk(self, header: StateHeader, file: str) -> None:
-        """Add a seal that was found on disk."""
+        """Add a seal that is on disk."""
         sealed = Sealed(file, header.digest, header.num_bytes)
         self._seals.setdefault(header.deployment, {})[header.seq] = sealed
 
     async def prepare(self, request: PrepareSeal) -> None:
         """Make the host copies of all ranks whole at `seq`, and keep them so until the seal is
-        written. Do nothing where that seal exists.
+        written. Does nothing if that seal exists.
 
-        Raises: CallerError: FAILED_PRECONDITION: another seq was applied last.
-                ResourceError: the incarnation is stale, or a rank is lost.
+        Raises: CallerError: FAILED_PRECONDITION: another seq was applied last. ResourceError: the
+                incarnation is stale, or a rank is lost.
         """
         wpg = self.records.residency.current(request.deployment, request.incarnation)
         async with self.tiering.in_host(wpg), self.ranks.holding(wpg):
@@ -84,12 +85,11 @@ class Sealer:
     async def _copy(self, rank: Rank) -> None:
         self.records.residency.begin_copy_out(rank, release=False)
         copied = await self.frozen.copy_out(rank, release=False)
-        # The digest is taken as it is written.
+        # The digest is taken while writing.
         self.records.residency.finish_copy_out(rank, copied.applied, rank.digest)
 
     async def _snapshot(self, rank: Rank) -> None:
-        """Copy the state of a rank that lives in host memory alone: the rank changes that state
-        while the seal is written."""
+        """Copy a rank's host-only state, which the rank changes while the seal is written."""
         if not rank.host_bytes:
             return
         what = f"the seal of {rank.owner}'s state in host memory"
@@ -101,11 +101,11 @@ class Sealer:
         await asyncio.to_thread(copy, self.memory[snapshot].view(rank.host_bytes), source)
 
     async def write(self, request: WriteSeal) -> Sealed:
-        """Write the versions and then the prepared copies to disk, or keep the copies in host
-        memory where the durability is HOST. Idempotent.
+        """Write the versions and then the prepared copies to disk or, for durability HOST, keep the
+        copies in host memory. Idempotent.
 
         Raises: CallerError: the seal is not prepared, or a version is not here. ResourceError: the
-                disk is full or fails; the previous seal stands.
+                disk is full or fails; the previous seal stays valid.
         """
         wpg = self.records.residency.current(request.deployment, request.incarnation)
         await self.ledger.until(lambda: wpg.prepared is None or not wpg.prepared.is_writing)
@@ -115,7 +115,7 @@ class Sealer:
             await self._make_durable(wpg, request.versions, is_kept=is_kept)
             return stored
         self.records.residency.begin_write(wpg, request.seq)
-        # An earlier incarnation may be writing still: only one writes a name at a time.
+        # An earlier incarnation may still be writing a file of this name.
         writing = self._writing.setdefault(wpg.key, asyncio.Lock())
         try:
             await self._make_durable(wpg, request.versions, is_kept=is_kept)
@@ -123,7 +123,7 @@ class Sealer:
             async with writing:
                 current = self.records.residency.find(wpg.key)
                 if current not in {None, wpg}:
-                    # An older incarnation replaces nothing of a newer.
+                    # An older incarnation must not replace a newer one's seal.
                     raise ResourceError(f"{wpg} is over: {current} has come", code=Code.ABORTED)
                 sealed = await write(wpg, request.seq)
         finally:
@@ -157,15 +157,15 @@ class Sealer:
         self.copies.fill(rank, wpg.seal_seq, part.digest)
 
     def abandon(self) -> None:
-        """Give up prepared seals that are not being written: the agent that would ask for the
-        write is gone."""
+        """Give up prepared seals that are not being written, because the agent that would request
+        the write has left."""
         for wpg in self.records.residency.unwritten_seals():
             log.info("the seal of %s will not be written: its agent is gone", wpg)
             self.records.residency.end_seal(wpg)
             self.ranks.settle(wpg)
 
     async def forget(self, key: DeploymentKey) -> None:
-        """Delete the seals and all state files of a deployment, of whichever incarnation."""
+        """Delete the seals and all state files of a deployment, of every incarnation."""
         self._seals.pop(key, None)
         for kept in self.host_seals.records.of(key):
             self.host_seals.drop(key, kept.seq)
@@ -181,7 +181,6 @@ class Sealer:
         return Sealed(str(path), written.digest, written.num_bytes)
 
     async def _keep(self, wpg: Wpg, seq: int) -> Sealed:
-        """Write a seal to host memory, where the agent's handles keep it."""
         header = _header(wpg, seq)
         _, num_bytes = layout_of(header)
         async with self.tiering.reserved(num_bytes, f"seal {seq} of {wpg.key}") as extent:
@@ -205,10 +204,10 @@ class Sealer:
         return joined(extent, start, snapshot, rank.host_bytes)
 
     async def _make_durable(self, wpg: Wpg, seqs: list[int], *, is_kept: bool) -> None:
-        """Put versions on disk, or leave them in host memory, where committed ones are."""
+        """Put versions on disk or leave them in host memory, where committed ones are."""
         for seq in seqs:
             pieces = self.records.versions.pieces(VersionKey(wpg.key, seq))
-            # The manifest last: where a manifest is on disk, the parts are, too.
+            # The manifest goes last, so that the parts are on disk if the manifest is.
             for piece in [] if is_kept else reversed(pieces):
                 try:
                     await self.tiering.versions.persist(piece)
@@ -230,19 +229,19 @@ class Sealer:
                 log.warning("the old seal %s stays: %s", path, error)
 
     def _find(self, wpg: Wpg, seq: int) -> Sealed | None:
-        """The seal at `seq` if this incarnation wrote it or began from it: the seal of another
+        """The seal at `seq` if this incarnation wrote it or started from it. The seal of another
         incarnation may differ in bits."""
         if seq != wpg.seal_seq and seq not in wpg.sealed:
             return None
         known = self._seals.get(wpg.key, {}).get(seq)
-        # Where there is none, the daemon before may have kept it in host memory.
+        # The previous daemon may have kept it in host memory.
         header = None if known else self._kept_header(wpg.key, seq)
         return Sealed("", header.digest, header.num_bytes) if header else known
 
     def is_kept(self, key: DeploymentKey, seq: int, ranks: tuple[int, int]) -> bool:
         """Whether a seal is in host memory; its blocks are verified when they are read.
 
-        Args: ranks: as in `StateHeader.is_of`.
+        Args: ranks: see `StateHeader.is_of`.
         """
         try:
             header = self._kept_header(key, seq)
@@ -252,7 +251,7 @@ class Sealer:
         return header is not None and header.is_of(*ranks)
 
     def _kept_header(self, key: DeploymentKey, seq: int) -> StateHeader | None:
-        """The header of a seal in host memory. Raises: ResourceError: DATA_LOSS: it is bad."""
+        """Raises: ResourceError: DATA_LOSS: the header of the seal in host memory is bad."""
         kept = self.host_seals.records.get((key, seq))
         if kept is None:
             return None

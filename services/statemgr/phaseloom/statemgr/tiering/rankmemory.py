@@ -1,5 +1,5 @@
-"""The host memory of a rank: its heap's extent, which is filled from a seal or by the rank itself,
-and what it borrows later for as long as an operation needs it."""
+"""The host memory of a rank: its heap's extent, which a seal or the rank itself fills, and the
+memory that it borrows while an operation needs it."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class RankMemory:
     ranks: Ranks
     tiering: Tiering
     restore: Callable[[Rank], Awaitable[None]]
-    """Fills a registered heap from the seal that its incarnation begins from."""
+    """Fills a registered heap from the seal that its incarnation starts from."""
 
     async def register_heap(
         self, rank: Rank, request: RegisterHeap
     ) -> tuple[HeapRegistered, list[int]]:
-        """Give a rank its extent, filled from the seal that its incarnation begins from, if any.
+        """Give a rank its extent, filled from the seal that its incarnation starts from, if any.
 
-        Returns: the answer, and the extent's descriptor; none for a frozen rank that begins from a
-                 seal, because its host copy is a shared copy at once.
+        Returns: the answer, and the extent's descriptor; none for a frozen rank that starts from a
+                 seal, because its host copy is shared at once.
         Raises:  CallerError: the layout is bad. ResourceError: RESOURCE_EXHAUSTED, with the
                  numbers; DATA_LOSS: the seal is bad; ABORTED: the incarnation ended meanwhile.
         """
@@ -87,10 +87,10 @@ class RankMemory:
         self.copies.fill(rank, request.applied, request.digest)
 
     async def borrow(self, rank: Rank, request: BorrowMemory) -> tuple[MemoryLent, list[int]]:
-        """Lend memory to a rank; host copies and versions that nothing needs make room for it.
+        """Lend memory to a rank. Unneeded host copies and versions make room for it.
 
-        Returns: the answer, and the memory's descriptor. A request that comes again, after a kill
-                 of the daemon, gets the same memory again.
+        Returns: the answer, and the memory's descriptor. A request that is repeated after a kill of
+                 the daemon gets the same memory.
         Raises:  CallerError: a bad size, or the rank has no heap yet. ResourceError:
                  RESOURCE_EXHAUSTED, with the numbers; ABORTED: the incarnation is over.
         """
@@ -113,8 +113,8 @@ class RankMemory:
         return MemoryLent(loan.is_host_copy), [fd]
 
     def _lend_copy(self, rank: Rank, request: BorrowMemory) -> bool:
-        """Lend a frozen rank its host copy, if that is what the rank asks for. Nobody overwrites a
-        frozen copy, and its memory stays while a loan holds it."""
+        """Lend a frozen rank its host copy if that is what it needs. Nobody overwrites a frozen
+        copy, and its memory stays while a loan holds it."""
         copy = rank.copy
         if not rank.frozen or copy is None or rank.is_below or rank.applied != request.copy_at:
             return False
@@ -125,7 +125,7 @@ class RankMemory:
         return True
 
     async def take_back(self, rank: Rank, request: ReturnMemory) -> None:
-        """Take back what a rank has borrowed and does not map any more. Idempotent."""
+        """Take back borrowed memory that a rank has unmapped. Idempotent."""
         loan = rank.loans.pop(request.loan, None)
         if loan is None:
             return

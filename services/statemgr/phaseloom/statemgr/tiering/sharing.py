@@ -1,11 +1,10 @@
 """Host copies of frozen ranks, which are shared, with copy on write.
 
-A frozen rank's heap changes by `load_state` and `sync_weights` only. While its heap is at the seq
-of its host copy there is nothing to copy out. A heap that was written since is copied out to new
-memory, which becomes another copy. Frozen copies are hashed in the background, and equal ones are
-merged.
+Only `load_state` and `sync_weights` change a frozen rank's heap. As long as the heap is at the seq
+of its host copy, there is nothing to copy out. A changed heap is copied out to new memory, which
+becomes another copy. Frozen copies are hashed in the background, and equal ones are merged.
 
-Nothing here overwrites a frozen copy: any of its users may be reading it.
+Nothing here overwrites a frozen copy, because any of its users may be reading it.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ from phaseloom.statemgr.transfer.permission import check_reader
 log = logging.getLogger(__name__)
 
 Reserve = Callable[[int, str], Awaitable[int]]
-"""Reserves an extent that can be made immutable; takes its size in bytes and its name in a
-refusal, and returns its number."""
+"""Reserves an extent that can be made immutable. Takes its size in bytes and its name in errors,
+and returns its number."""
 _MOVING = frozenset({State.DEMOTING, State.PROMOTING})
 _HASHED_BYTES = 16 * 1024 * 1024
-"""Bytes hashed between two looks at whether to stop."""
+"""Bytes to hash between two checks of whether to stop."""
 _FREEZE_TRIES = 20
 _FREEZE_PAUSE_S = 0.05
-"""Pause between two tries, in seconds: a rank's thread may keep a mapping a moment longer than the
-rank's answer says."""
+"""Pause between two attempts: a rank's thread may keep a mapping a moment longer than the rank's
+answer says."""
 
 
 @dataclass
 class FrozenCopies:
-    """Brings host copies up to date; those of frozen ranks only where their heap has changed."""
+    """Brings host copies up to date; those of frozen ranks only if their heap has changed."""
 
     records: Records
     memory: HostMemory
@@ -85,7 +84,7 @@ class FrozenCopies:
         return extent
 
     def drop_copy(self, rank: Rank) -> None:
-        """Free the memory that `reserve_copy` has reserved for the rank, if there is any."""
+        """Free the memory that `reserve_copy` has reserved for the rank, if any."""
         if rank.new_extent is not None:
             self.memory.free(rank.new_extent)
             rank.new_extent = None
@@ -186,7 +185,7 @@ class FrozenCopies:
 
 
 def _is_copy_of(version: Version, rank: Rank) -> bool:
-    """Whether the version has the rank's size and layout, so that its bytes can be the rank's host
+    """Whether the version has the rank's size and layout, so that it can be the rank's host
     copy."""
     return (version.num_bytes, version.table) == (rank.extent_bytes, rank.table)
 
@@ -202,8 +201,8 @@ class Sharing:
     background: Background
 
     async def run(self) -> None:
-        """Compare the queued copies one at a time: hashing is not urgent, so it takes one core at
-        most."""
+        """Compare queued copies one at a time. Hashing is not urgent, so it uses at most one
+        core."""
         while True:
             await self._identify(await self.copies.to_compare.get())
 
@@ -222,10 +221,8 @@ class Sharing:
                 await self._merge(copy)
 
     async def _freeze(self, copy: HostCopy) -> bool:
-        """Make a copy immutable, which it must be before it is hashed.
-
-        Returns: False: a process has it mapped writable still.
-        """
+        """Make a copy immutable before it is hashed. Returns: False: a process has it mapped
+        writable."""
         for _ in range(_FREEZE_TRIES):
             if not self._is_above(copy) or copy.is_immutable:
                 return True
@@ -239,7 +236,7 @@ class Sharing:
         if self._is_above(copy) and copy.is_immutable:
             memory = self.copies.bytes_of(copy)
             known = await asyncio.to_thread(_hash, memory, self.background.stopped)
-            # The digest is a rank's word: it is verified before other ranks depend on the copy.
+            # The digest comes from a rank, so it is verified before other ranks depend on the copy.
             if known and not await has_digest(memory, copy.digest):
                 self.ranks.lose(copy, "its host copy is not what its digest says")
             else:
@@ -260,8 +257,8 @@ class Sharing:
                 kept, gone = twin, copy
             moved = known.merge(gone, kept)
             self.copies.free(gone)
-            # A rank keeps the copy that it loaded last mapped, and with it its memory. A rank that
-            # does not answer keeps that memory until it loads again, or is gone.
+            # A rank keeps the copy that it loaded last mapped, and so its memory. A rank that
+            # does not answer keeps that memory until it loads again or ends.
             for rank in moved:
                 await self.ranks.unmap(rank)
             log.info("%s is the same as %s: held once", gone, kept)
@@ -273,7 +270,7 @@ class Sharing:
 
 
 def _hash(memory: memoryview, stopped: threading.Event) -> str:
-    """The BLAKE3 of the memory in hex; empty where it was stopped. Blocking: called in a thread."""
+    """The BLAKE3 of the memory in hex; empty: it was stopped. Blocking."""
     taken = blake3()
     for start in range(0, len(memory), _HASHED_BYTES):
         if stopped.is_set():

@@ -1,8 +1,5 @@
-"""Context switches: offload the displaced deployments, load the new one, verify both, undo on
-failure.
-
-The session shell calls `Switcher` for the scheduler's commands.
-"""
+"""Context switches: offload the displaced deployments, load the new one, verify both, and undo
+everything on failure."""
 
 from __future__ import annotations
 
@@ -32,13 +29,10 @@ from phaseloom.statemgr.tiering.tiering import Tiering
 log = logging.getLogger(__name__)
 
 Moved = dict[Rank, float]
-"""The ranks that were moved, each with the seconds that its copy took."""
+"""Moved ranks, each with the seconds that its copy took."""
 
 MAX_RESIDUE_BYTES = 64 * 1024
-"""Device memory that a rank may still hold after its heap was released, in bytes.
-
-All of the heap must be given back; the allowance is for the pages at its edges.
-"""
+"""Device memory that a rank may still hold after releasing its heap: the pages at its edges."""
 
 
 @dataclass
@@ -54,12 +48,12 @@ class Switcher:
     async def switch_in(self, request: SwitchIn) -> Switched:
         """Bring a deployment into device memory in place of the deployments that it displaces.
 
-        Its host copies are promoted from NVMe first, while the device goes on with its work.
+        Its host copies are promoted from NVMe first, while the device still works.
 
         Raises: ResourceError: the order is stale (ABORTED), there is no room (RESOURCE_EXHAUSTED,
                 with the numbers, before anything moved), a rank is lost, or a transition was not
-                verified. After a failure the ranks that had been moved are moved back.
-                CallerError: the deployment is not known, or not ready.
+                verified. After a failure the moved ranks are moved back. CallerError: the
+                deployment is unknown or not ready.
         """
         key, incarnation = request.deployment, request.incarnation
         wpg = self.residency.current(key, incarnation)
@@ -73,7 +67,7 @@ class Switcher:
             return await self._switch(wpg, plan.offload, plan.load, trace)
 
     async def switch_out(self, request: SwitchOut) -> Switched:
-        """Offload a deployment without loading another; a deployment on NVMe stays there."""
+        """Offload a deployment without loading another. A deployment on NVMe stays there."""
         key, incarnation = request.deployment, request.incarnation
         wpg = self.residency.current(key, incarnation)
         with self.residency.using(wpg):
@@ -84,7 +78,7 @@ class Switcher:
     async def _switch(
         self, wpg: Wpg, offload: list[Rank], load: list[Rank], trace: Context
     ) -> Switched:
-        """Offload the one ranks, then load the others, or leave all of them where they were."""
+        """Offload one set of ranks and load another; on failure, restore both."""
         offloaded: Moved = {}
         loaded: Moved = {}
         started = time.monotonic()
@@ -126,10 +120,7 @@ class Switcher:
         await on_each_device(ranks, load)
 
     async def _copy_out(self, rank: Rank) -> float:
-        """Offload one rank and verify that it released its heap.
-
-        Returns: the seconds of its copy.
-        """
+        """Offload a rank and verify that it released its heap. Returns: the seconds of its copy."""
         self.residency.begin_copy_out(rank, release=True)
         try:
             copied = await self.frozen.copy_out(rank, release=True)
@@ -152,13 +143,13 @@ class Switcher:
         return copied.duration_s
 
     async def _copy_in(self, rank: Rank) -> float:
-        """Load one rank and verify the digest of its heap; returns the seconds of its copy."""
+        """Load a rank and verify the digest of its heap. Returns: the seconds of its copy."""
         digest = rank.digest
         assert digest, "nothing is loaded that cannot be verified"
         try:
             copied = await self.ranks.order(rank, CopyIn(digest), self.frozen.source_of(rank))
             if copied.digest != digest:
-                # The rank's heap holds something else than was asked for, and it did not notice.
+                # The rank has loaded other bytes without noticing.
                 self.ranks.retire(rank.wpg, "it loaded other bytes than it was told to")
                 raise ResourceError(f"{rank} loaded a wrong copy", code=Code.DATA_LOSS)
         except PhaseloomError as error:
@@ -174,11 +165,11 @@ class Switcher:
         return copied.duration_s
 
     async def _undo(self, offloaded: Moved, loaded: Moved, trace: Context) -> None:
-        """Move back the ranks that were moved; one that cannot be loaded back stays whole in host
+        """Move back the ranks that were moved. One that cannot be loaded stays whole in host
         memory."""
 
         async def back(rank: Rank) -> None:
-            # A rank whose incarnation was lost meanwhile has no memory any more.
+            # A rank that was lost meanwhile has no memory.
             if rank.state is State.LOST:
                 return
             move = self._offload if rank in loaded else self._load
@@ -187,7 +178,7 @@ class Switcher:
             except PhaseloomError as error:
                 log.error("%s could not be moved back: %s", rank, error)
 
-        # Offloading comes first: it makes room for the rest.
+        # Offload first, to make room for the others.
         await on_each_device(list(loaded), back)
         await on_each_device(list(offloaded), back)
 
@@ -207,11 +198,11 @@ class Switcher:
 
 
 async def on_each_device(ranks: list[Rank], work: Callable[[Rank], Awaitable[None]]) -> None:
-    """Do the work for every rank: all devices at the same time, the ranks of one device in turn.
+    """Do the work for every rank: all devices in parallel, the ranks of one device in turn.
 
     A failure ends the work on its own device only.
 
-    Raises: the first failure, once nothing is under way any more.
+    Raises: the first failure, after all work has ended.
     """
 
     async def in_turn(device: int) -> None:
@@ -229,7 +220,7 @@ async def on_each_device(ranks: list[Rank], work: Callable[[Rank], Awaitable[Non
 
 
 def _longest(moved: Moved) -> float:
-    """Seconds of copying on the device that copied longest."""
+    """Seconds of copying on the slowest device."""
     by_device: dict[int, float] = {}
     for rank, seconds in moved.items():
         by_device[rank.device] = by_device.get(rank.device, 0.0) + seconds

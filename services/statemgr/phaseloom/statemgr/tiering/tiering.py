@@ -1,11 +1,11 @@
-"""The tier below host memory: host copies that nothing needs are demoted to NVMe, and promoted
-again later.
+"""The tier below host memory: host copies that nothing needs are demoted to NVMe and promoted
+later.
 
-A host copy is demoted when something else needs its memory: its file is written, verified and
-fsynced, the manifest says so, and only then its memory is given back. It is promoted before it is
-loaded or sealed, or on a hint. At each moment the file or the memory is whole, so the daemon after
-a kill finds one of them. A copy whose rank is on a device, being switched, sealed or moved stays
-where it is.
+A host copy is demoted when something else needs its memory. Its file is written, verified and
+fsynced, then the manifest names the file, and only then the memory is given back. A copy is
+promoted before it is loaded or sealed, or on a hint. At every moment the file or the memory is
+whole, so the next daemon finds one of them after a kill. A copy stays in host memory while its rank
+is on a device, or while it is being switched, sealed or moved.
 
 `node.stores.Moves` resolves two moves of one copy that meet.
 """
@@ -50,7 +50,7 @@ Victim = HostCopy | Version
 
 @dataclass
 class Tiering:
-    """Promotion and demotion of host copies; memory for those who need some."""
+    """Promotion and demotion of host copies, and reservations of host memory."""
 
     ledger: Ledger
     memory: HostMemory
@@ -72,15 +72,15 @@ class Tiering:
         may_freeze: bool = False,
         after_s: float = -math.inf,
     ) -> int:
-        """Reserve an extent; copies and versions that nothing needs leave memory to make room.
+        """Reserve an extent. Copies and versions that nothing needs leave memory to make room.
 
-        Args:   what: the name of the memory in a refusal.
-                pool: an idle extent of this pool is reused where one of the size is there.
-                may_freeze: whether the extent can be made immutable later.
-                after_s: only copies whose predicted use is after this time are demoted for it;
-                         infinite: nothing at all leaves memory for it.
+        Args:    label: the name of the memory in errors.
+                 pool: reuse an idle extent of this pool if it has the size.
+                 may_freeze: whether the extent can be made immutable later.
+                 after_s: demote only copies with a predicted use after this time; infinite: demote
+                 nothing.
         Returns: the number of the extent.
-        Raises: ResourceError: RESOURCE_EXHAUSTED, with the numbers of both tiers.
+        Raises:  ResourceError: RESOURCE_EXHAUSTED, with the numbers of both tiers.
         """
         return await self._with_room(
             lambda: self.memory.reserve(num_bytes, what, pool, may_freeze=may_freeze), after_s
@@ -96,8 +96,8 @@ class Tiering:
         may_freeze: bool = False,
         after_s: float = -math.inf,
     ) -> AsyncIterator[int]:
-        """Reserve an extent, as `reserve` does, for a record that is made by the end of the block;
-        where the block fails, the extent is freed."""
+        """Reserve an extent, as `reserve` does, for a record that exists by the end of the block.
+        If the block fails, the extent is freed."""
         extent = await self.reserve(num_bytes, what, pool, may_freeze=may_freeze, after_s=after_s)
         self.memory.unrecorded.add(extent)
         try:
@@ -109,17 +109,16 @@ class Tiering:
             self.memory.unrecorded.discard(extent)
 
     async def reserve_frozen(self, num_bytes: int, what: str) -> int:
-        """Reserve an extent, as `reserve` does, that can be made immutable later."""
         return await self.reserve(num_bytes, what, may_freeze=True)
 
     @asynccontextmanager
     async def in_host(self, wpg: Wpg, *others: Wpg) -> AsyncIterator[None]:
         """Promote the incarnation's host copies and keep them in host memory within the block.
 
-        Those of `others` are not promoted; where they are in host memory, they stay there too.
+        Copies of `others` that are in host memory stay there too, but are not promoted.
 
-        Raises: ResourceError: RESOURCE_EXHAUSTED: there is no room for the copies; DATA_LOSS: the
-                file of one is bad and no seal has its bytes: the incarnation is over.
+        Raises: ResourceError: RESOURCE_EXHAUSTED: no room for the copies; DATA_LOSS: the file of
+                one is bad and no seal has its bytes, so the incarnation is over.
         """
         with self.residency.using(wpg, *others):
             for rank in wpg.ranks:
@@ -128,9 +127,9 @@ class Tiering:
             yield
 
     def hint(self, wpg: Wpg, hint: Prefetch) -> None:
-        """Take a prediction of the deployment's next use; promotions begin in the background.
+        """Record a prediction of the deployment's next use, and start promotions in the background.
 
-        A hint without a time withdraws the prediction; promotions that have begun go on.
+        A hint without a time withdraws the prediction; started promotions continue.
         """
         if hint.in_s is None:
             wpg.next_use_s = math.inf
@@ -141,19 +140,14 @@ class Tiering:
                 self.copies.moves.hint(rank.copy, self._read_up)
 
     async def sweep(self) -> None:
-        """Remove the files of host copies that nobody has any more.
-
-        Called once, when the handover is done.
-        """
+        """Remove the files of host copies that no longer exist. Called once, after the handover."""
         kept = {self.copies.file_of(c) for c in self.copies.records.all() if c.state in ON_NVME}
         stale = self.copies.directory.host_copies() - kept
         await asyncio.to_thread(self.copies.directory.discard, *stale)
 
     def is_demoted(self, copy: HostCopy, digest: str) -> bool:
         """Whether a whole file of the host copy is on NVMe; reading it verifies its blocks.
-
-        Blocking: call it in a thread.
-        """
+        Blocking."""
         header = header_of(self.copies.file_of(copy))
         found = (header.digest, header.num_bytes) if header is not None else ("", 0)
         return bool(digest) and found == (digest, copy.num_bytes)
@@ -177,7 +171,7 @@ class Tiering:
             if not (below or going) or room_bytes < _shortage_bytes(refusal):
                 raise self._with_numbers(refusal)
             if not below:
-                # Others have asked for these moves; the memory that they free may do for both.
+                # These moves are for other callers, but may free enough for all.
                 await asyncio.wait(going.values(), return_when=asyncio.FIRST_COMPLETED)
                 continue
             victim = below[0]
@@ -191,12 +185,12 @@ class Tiering:
                 failed.add(victim)
 
     def _victims(self, after_s: float) -> list[Victim]:
-        """The copies and versions that may leave host memory, in this order.
+        """The copies and versions that may leave host memory, in this order:
 
-        1. Versions that can leave at once.
-        2. Versions that were fetched ahead, or are being fetched; left out for a hint (`after_s`).
-        3. Host copies, the one that is needed last first.
-        4. Versions for which ranks or a disk must be waited for; left out for a hint.
+        1. versions that can leave at once
+        2. prefetched versions, even while they are being fetched; not for a hint (`after_s`)
+        3. host copies, the one with the latest need first
+        4. versions that must wait for ranks or a disk; not for a hint
         """
         copies = [copy for copy in self._demotable() if copy.next_use_s > after_s]
         first = self.versions.unread(at_once=True)
@@ -206,11 +200,8 @@ class Tiering:
         return [*first, *ahead, *copies, *last]
 
     def _going_down(self) -> dict[Victim, asyncio.Future[None]]:
-        """The copies and versions that will make room by themselves, each with its move's end.
-
-        These are the ones on their way down, and the copies that may be demoted as soon as their
-        promotion has ended.
-        """
+        """The copies and versions that will make room by themselves, each with its move's end:
+        those on their way down, and copies that may be demoted once their promotion has ended."""
         arriving = {*self.copies.records.demotable()}
         going: dict[Victim, asyncio.Future[None]] = {}
         going.update({each: end for each, end in self.versions.under_way.items()})
@@ -220,10 +211,10 @@ class Tiering:
         return going
 
     def _demotable(self) -> list[HostCopy]:
-        """The host copies that can be demoted now, the one that is needed last first.
+        """The host copies that can be demoted now, the one with the latest need first.
 
-        A copy that is being moved is left out. So is one whose memory has another holder: where a
-        weights version shares the memory, it goes with the version.
+        Excludes copies that are being moved, and copies whose memory has another holder: memory
+        shared with a weights version leaves with the version.
         """
         return sorted(
             (
@@ -255,12 +246,11 @@ class Tiering:
                 f"{self.nvme_budget_bytes} are in use",
                 code=Code.RESOURCE_EXHAUSTED,
             )
-        # Before the first await: no two callers that look for room choose the same copy.
+        # Before the first await, so that no two callers choose the same copy.
         self.copies.records.step(copy, Step.DEMOTE_BEGUN)
         await self.copies.moves.move(copy, self._write_down, is_up=False)
 
     async def _write_down(self, move: Move) -> None:
-        """Demote a host copy."""
         copy = move.copy
         self._check_needed(copy)
         with self._failing(copy, Step.DEMOTE_FAILED, "its host copy is bad"):
@@ -275,7 +265,7 @@ class Tiering:
         async with self.ledger.change():
             self.copies.records.step(copy, Step.DEMOTE_VERIFIED)
             copy.digest, copy.is_dirty, copy.version = written.digest, False, None
-        # The memory goes only after the manifest names NVMe: the agent has its descriptor, too.
+        # Free the memory only after the manifest names NVMe.
         async with self.ledger.change():
             for rank in [*copy.users]:
                 await (self.ranks.unmap(rank) if copy.is_frozen else self.digests.until_ended(rank))
@@ -283,13 +273,11 @@ class Tiering:
             self.copies.vacate(copy)
 
     async def _promote(self, copy: HostCopy) -> None:
-        """Wait until no move of the copy is under way; promote it where it is on NVMe."""
         await self.copies.moves.until_settled(copy)
         if copy.state is State.DEMOTED and self.copies.records.is_known(copy):
             await self.copies.moves.move(copy, self._read_up, is_up=True)
 
     async def _read_up(self, move: Move) -> None:
-        """Promote a host copy."""
         copy = move.copy
         self._check_needed(copy)
         await self._take_memory(copy, copy.next_use_s if move.is_hint else -math.inf)
@@ -313,10 +301,8 @@ class Tiering:
         self.copies.compare_later(copy)
 
     async def _take_memory(self, copy: HostCopy, after_s: float) -> None:
-        """Take memory for a demoted copy: its own extent's or, for a frozen one, a new extent.
-
-        Ranks do not notice a new extent: each order to copy in brings the descriptor.
-        """
+        """Reserve memory for a demoted copy: its own extent's or, if it is frozen, a new extent.
+        Each order to copy in brings the descriptor, so ranks do not notice a new extent."""
         what = f"the host copy of {copy.users[0].owner}"
         if copy.is_frozen:
             extent = await self.reserve(copy.num_bytes, what, may_freeze=True, after_s=after_s)
@@ -335,16 +321,14 @@ class Tiering:
         self._check_needed(copy)
 
     def _check_needed(self, copy: HostCopy) -> None:
-        """Raises: ResourceError: nobody needs the copy any more."""
+        """Raises: ResourceError: nobody needs the copy any longer."""
         if not self.copies.records.is_known(copy):
             raise ResourceError(f"{copy} is not needed any more")
 
     @contextmanager
     def _failing(self, copy: HostCopy, back: Step, why: str) -> Iterator[None]:
-        """Handle a move that fails within the block: the copy is recorded where it was.
-
-        Where the error is DATA_LOSS, no good bytes are left, and all who refer to it are lost.
-        """
+        """If the block fails, record that the copy is where it was. If it fails with DATA_LOSS, no
+        good bytes are left, so all incarnations that refer to the copy are over."""
         try:
             with error_boundary(metrics.UNFORESEEN, "move"):
                 yield
@@ -359,7 +343,7 @@ class Tiering:
     def _read(self, copy: HostCopy, extent: Extent, cancelled: threading.Event) -> None:
         """Read a host copy from its file. Blocking.
 
-        No view on the memory outlives the call, so that the extent can be frozen afterwards.
+        No view of the memory outlives the call, so that the extent can be frozen afterwards.
 
         Raises: ResourceError: DATA_LOSS: the file is bad.
         """
@@ -369,12 +353,12 @@ class Tiering:
         try:
             self.copies.directory.read(place, extent.view(copy.num_bytes), cancelled)
         except ResourceError as error:
-            # The traceback's frames have views on the memory.
+            # The traceback's frames hold views of the memory.
             raise error.with_traceback(None) from None
 
 
 def _shortage_bytes(refusal: ResourceError) -> int:
-    """Bytes of host memory that were lacking; 0 where something else was refused."""
+    """Bytes of host memory that were lacking; 0: something else was refused."""
     details = refusal.info.details
     if "needed_bytes" not in details:
         return 0
@@ -406,10 +390,10 @@ class VersionMoves:
     """A seal and a lack of memory may want a version on disk at once."""
 
     def unread(self, *, at_once: bool) -> list[Version]:
-        """The versions that may leave host memory, as far as is known here; the oldest first.
+        """Versions that may leave host memory, oldest first.
 
-        Args: at_once: True: those for which neither a disk nor a rank has to be waited for; False:
-              the others.
+        Args: at_once: True: those that need wait neither for a disk nor for a rank; False: the
+              others.
         """
         return [
             version
@@ -422,8 +406,7 @@ class VersionMoves:
         ]
 
     def ahead(self) -> list[Version]:
-        """The versions, and copies of slices, that were fetched ahead of an operation, or are being
-        fetched; the oldest first."""
+        """Prefetched versions and copies of slices, or those being prefetched, oldest first."""
         known = self.versions.records.ahead()
         return [version for version in known if version not in self.under_way]
 
@@ -432,7 +415,7 @@ class VersionMoves:
         await (self._give_up(version) if version.is_ahead else self._leave(version))
 
     async def _give_up(self, version: Version) -> None:
-        """Drop what was fetched ahead, whether all of it has come or not."""
+        """Drop a prefetched version, even if it has not arrived completely."""
         ended = self.under_way[version] = asyncio.get_running_loop().create_future()
         try:
             await self._until_unmapped(version)
@@ -446,7 +429,6 @@ class VersionMoves:
             ended.set_result(None)
 
     async def _leave(self, version: Version) -> None:
-        """Put a version on disk and free its memory. Raises: as `make_room`."""
         ended = self.under_way[version] = asyncio.get_running_loop().create_future()
         try:
             with self.versions.using(version):
@@ -480,13 +462,13 @@ class VersionMoves:
                 await asyncio.to_thread(self.directory.remove, path)
 
     async def discard(self, version: Version) -> None:
-        """Remove a version from memory and from disk."""
+        """Remove a version from memory and disk."""
         self.versions.drop(version)
         if version.is_on_disk:
             await asyncio.to_thread(self.directory.remove, self.directory.version(version.key))
 
     async def _until_unmapped(self, version: Version) -> None:
-        """Ask all readers to unmap the version, and forget them.
+        """Have all readers unmap the version, and forget them.
 
         Raises: ResourceError: a rank uses the version, or opened it meanwhile.
         """
