@@ -88,7 +88,7 @@ async def test_what_is_taken_over_is_verified_side_by_side(tmp_path: Path) -> No
     os.pwrite(index[0], encode_record(1, encode_manifest(manifest)), 0)
     handles = before.memory.handles()
     adoption = parts_on(node).begin_handover("index")
-    adoption.take([*INDEX_HANDLES, *handles], [*index, *map(os.dup, handles.values())])
+    adoption.accept([*INDEX_HANDLES, *handles], [*index, *map(os.dup, handles.values())])
     one, other = socket.socketpair()
     agent: Peer[StateMessage] = Peer(one, StateMessage)
     asyncio.get_running_loop().set_default_executor(SideBySide(2))

@@ -25,7 +25,12 @@ from phaseloom.statemgr.disk.statefile import (
 )
 from phaseloom.statemgr.records.incarnations import Rank, Wpg
 from phaseloom.statemgr.records.seals import seal_header, section_of, superseded_seals
-from phaseloom.statemgr.records.stateheader import MAX_HEADER_BYTES, Place, Section, StateHeader
+from phaseloom.statemgr.records.stateheader import (
+    MAX_HEADER_BYTES,
+    Section,
+    SectionRef,
+    StateHeader,
+)
 
 KEY = DeploymentKey("acme", "sums", "policy")
 SLOT = TensorSlot("w", Role.WEIGHT, "float32", [2, 3], 0, 24)
@@ -49,7 +54,7 @@ def test_header_comes_back_and_memory_is_aligned(num_tensors: int) -> None:
     written = header(b"x", num_tensors=num_tensors).with_blocks(BLOCK_BYTES, [block])
     encoded = encode_header(written)
     assert len(encoded) % DATA_ALIGNMENT_BYTES == 0
-    assert parts_in(reading(encoded), "f") == [Place("f", written, 0, len(encoded))]
+    assert parts_in(reading(encoded), "f") == [SectionRef("f", written, 0, len(encoded))]
 
 
 def test_file_whose_header_nobody_would_read_again_is_not_written(tmp_path: Path) -> None:
@@ -111,10 +116,10 @@ def a_rank(
 
 def test_seal_of_another_layout_is_refused_with_the_numbers() -> None:
     stored = StateHeader("seal", KEY, 1, [Section(64, [SLOT], "x")])
-    part = section_of(a_rank(0, 1, 64, [SLOT]), Place("f", stored, 0, 0))
+    part = section_of(a_rank(0, 1, 64, [SLOT]), SectionRef("f", stored, 0, 0))
     assert part == Section(64, [SLOT], "x")
     two = seal_header(KEY, 1, [Section(64, [SLOT], "x"), Section(128, [SLOT], "y")])
-    assert section_of(a_rank(1, 2, 128, [SLOT]), Place("f", two, 0, 0)).digest == "y"
+    assert section_of(a_rank(1, 2, 128, [SLOT]), SectionRef("f", two, 0, 0)).digest == "y"
     for sealed, rank, num_ranks, heap_bytes, tensors in (
         (stored, 0, 1, 128, [SLOT]),
         (stored, 0, 1, 64, []),
@@ -123,7 +128,7 @@ def test_seal_of_another_layout_is_refused_with_the_numbers() -> None:
         (two, 0, 2, 128, [SLOT]),
     ):
         with pytest.raises(CallerError, match="another layout") as caught:
-            section_of(a_rank(rank, num_ranks, heap_bytes, tensors), Place("f", sealed, 0, 0))
+            section_of(a_rank(rank, num_ranks, heap_bytes, tensors), SectionRef("f", sealed, 0, 0))
         info = caught.value.info
         assert info.code is Code.FAILED_PRECONDITION
         assert info.details["sealed_ranks"] == str(len(sealed.parts))
@@ -138,7 +143,7 @@ def test_seal_of_other_nodes_ranks_is_not_restored() -> None:
 
     def restored(sealed: StateHeader, rank_offset: int, num_ranks: int) -> Section:
         rank = a_rank(0, 1, 64, [SLOT], rank_offset, num_ranks)
-        return section_of(rank, Place("f", sealed, 0, 0))
+        return section_of(rank, SectionRef("f", sealed, 0, 0))
 
     own = seal_header(KEY, 1, [Section(64, [SLOT], "x")], rank_offset=1, num_ranks=2)
     older = seal_header(KEY, 1, [Section(64, [SLOT], "x")])

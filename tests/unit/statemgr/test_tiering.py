@@ -25,7 +25,7 @@ from phaseloom.statemgr.disk.disk import Cancelled
 from phaseloom.statemgr.disk.files import NEVER, StateDirectory, find_parts
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.records.incarnations import Rank, State, Wpg
-from phaseloom.statemgr.records.stateheader import Place, StateHeader
+from phaseloom.statemgr.records.stateheader import SectionRef, StateHeader
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.tiering.tiering import Tiering
 from tests.support.nodeparts import node_on, parts_on
@@ -66,7 +66,9 @@ class GatedDirectory(StateDirectory):
         self._wait(cancelled)
         return super().write(path, header, memories, cancelled)
 
-    def read(self, place: Place, memory: memoryview, cancelled: threading.Event = NEVER) -> None:
+    def read(
+        self, place: SectionRef, memory: memoryview, cancelled: threading.Event = NEVER
+    ) -> None:
         self._wait(cancelled)
         super().read(place, memory, cancelled)
 

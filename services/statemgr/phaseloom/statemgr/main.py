@@ -134,8 +134,8 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     # The layout of a large model is tens of thousands of objects at once, and none is garbage.
     gc.set_threshold(_GC_THRESHOLD)
     # An extent has up to two descriptors, and a node that fetches four streams.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     config.check()
     identity = Identity.load(config.certificates)
     home = Home(identity, "", config.site, config.peer_timeout_s)
@@ -202,15 +202,15 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
 
 def _observe(node: Node) -> None:
     """Let every scrape of the metrics read the memory in use, and its budgets."""
-    here = {"node": node.ledger.node}
+    labels = {"node": node.ledger.node}
     memory, residency = node.memory, node.records.residency
     devices = range(len(residency.device_budget_bytes))
 
     def by_device(values: list[int]) -> list[Reading]:
-        return [(value, {**here, "device": str(d)}) for d, value in enumerate(values)]
+        return [(value, {**labels, "device": str(d)}) for d, value in enumerate(values)]
 
-    metrics.observe(metrics.ARENA_USED, lambda: [(memory.used_bytes, here)])
-    metrics.observe(metrics.ARENA_BUDGET, lambda: [(memory.budget_bytes, here)])
+    metrics.observe(metrics.ARENA_USED, lambda: [(memory.used_bytes, labels)])
+    metrics.observe(metrics.ARENA_BUDGET, lambda: [(memory.budget_bytes, labels)])
     metrics.observe(
         metrics.DEVICE_USED,
         lambda: by_device([residency.device_used_bytes(d) for d in devices]),
@@ -242,8 +242,8 @@ def wire(
     suspects = Suspects(records, node.versions, ranks, directory)
     fetcher = VersionFetcher(node.versions, suspects, tiering, directory, home)
     weights = Weights(ledger, records, node.versions, moves, fetcher)
-    held = node.copies, frozen, node.seals
-    sealer = Sealer(ledger, records, memory, ranks, tiering, *held, verify_version=weights.verify)
+    stores = node.copies, frozen, node.seals
+    sealer = Sealer(ledger, records, memory, ranks, tiering, *stores, verify_version=weights.verify)
     replicator = Replicator(records, node.seals, directory, sealer, weights, home)
     staging = Staging(ledger, records, memory, ranks, tiering, node.copies, node.background)
     return Parts(
@@ -276,7 +276,7 @@ def wire(
         catalogue=Catalogue(checkpoints),
         archives=Archives(checkpoints),
         begin_handover=partial(
-            Handover, *(ledger, records, memory, ranks, tiering, *held), digests
+            Handover, *(ledger, records, memory, ranks, tiering, *stores), digests
         ),
         home=home,
         disk=directory.disk.path,

@@ -82,11 +82,11 @@ class Server:
         payload: bytes | None
         async with asyncio.timeout(self._timeout_s):
             payload = await stream.receive(MAX_REQUEST_BYTES)
-        while payload is not None and await self._answer_first(stream, payload):
+        while payload is not None and await self._handle_first(stream, payload):
             # The client makes room for what was described, then opens it.
-            payload = await _asked_next(stream)
+            payload = await _next_request(stream)
 
-    async def _answer_first(self, stream: Stream, payload: bytes) -> bool:
+    async def _handle_first(self, stream: Stream, payload: bytes) -> bool:
         """Answer a first request, and those that follow where it opens something.
 
         Returns: whether it had a version described, after which the stream begins again.
@@ -119,57 +119,64 @@ class Server:
             await self._send(stream, wire.Refusal(error.info))
         return False
 
-    async def _serve_version(self, stream: Stream, asked: wire.OpenVersion) -> None:
-        if asked.relay is not None:
-            key = msgspec.structs.replace(asked.version, part=asked.relay)
+    async def _serve_version(self, stream: Stream, request: wire.OpenVersion) -> None:
+        if request.relay is not None:
+            key = msgspec.structs.replace(request.version, part=request.relay)
             async with self._weights.open_fetched(key) as fetched:
                 await self._send(stream, wire.Opened({}))
-                await self._answer_all(stream, fetched, {}, asked.peer)
-        elif asked.parts:
-            await self._serve_parts(stream, asked)
+                await self._handle_requests(stream, fetched, {}, request.peer)
+        elif request.parts:
+            await self._serve_parts(stream, request)
         else:
-            digests = await self._weights.digests_of(asked.version)
+            digests = await self._weights.digests_of(request.version)
             await self._send(stream, wire.Opened(digests))
 
-    async def _serve_parts(self, stream: Stream, asked: wire.OpenVersion) -> None:
-        if len(asked.parts) > _MAX_PARTS:
-            raise CallerError(f"{len(asked.parts)} parts", field="parts")
+    async def _serve_parts(self, stream: Stream, request: wire.OpenVersion) -> None:
+        if len(request.parts) > _MAX_PARTS:
+            raise CallerError(f"{len(request.parts)} parts", field="parts")
         async with AsyncExitStack() as stack:
             parts = OpenParts()
-            for part in sorted(set(asked.parts)):
-                key = msgspec.structs.replace(asked.version, part=part)
+            for part in sorted(set(request.parts)):
+                key = msgspec.structs.replace(request.version, part=part)
                 parts[part] = await stack.enter_async_context(self._weights.open_part(key))
-                base = asked.base if self._delta_share else None
+                base = request.base if self._delta_share else None
                 if base is not None and (earlier := self._base(parts[part].version, base)):
                     stack.enter_context(self._versions.using(earlier))
                     parts.bases[part] = OpenPart.of(earlier, self._versions.bytes_of(earlier))
-            is_far = asked.site not in {"", self._site}
+            is_far = request.site not in {"", self._site}
             digests = {name: part.version.digest for name, part in parts.items()}
             await self._send(stream, wire.Opened(digests, is_far))
             far = parts.items() if is_far else ()
-            assignments = {name: self._assignment(part, asked.site) for name, part in far}
-            await self._answer_all(stream, parts, assignments, asked.peer)
+            assignments = {name: self._assignment(part, request.site) for name, part in far}
+            await self._handle_requests(stream, parts, assignments, request.peer)
 
-    async def _serve_file(self, stream: Stream, asked: wire.DescribeFile | wire.OpenFile) -> None:
-        header, content = await self._replicator.open(asked.name)
-        if isinstance(asked, wire.DescribeFile):
-            parts = await self._replicator.parts_of(asked.name)
+    async def _serve_file(self, stream: Stream, request: wire.DescribeFile | wire.OpenFile) -> None:
+        header, content = await self._replicator.open(request.name)
+        if isinstance(request, wire.DescribeFile):
+            parts = await self._replicator.parts_of(request.name)
             await self._send(stream, wire.FileDescription(header, parts))
             return
         await self._send(stream, wire.Opened({"": header.digest}))
-        await self._answer_all(stream, content, {}, Peer("", ""))
+        await self._handle_requests(stream, content, {}, Peer("", ""))
 
     def _base(self, version: Version, base: wire.BaseVersion) -> Version | None:
         """The version, or part, that a client has as its base, where it is in memory here too."""
         key = msgspec.structs.replace(version.key, seq=base.seq)
-        found = self._versions.records.bases_of(version)
+        earlier = self._versions.records.bases_of(version)
         digest = base.digests.get(key.part)
-        return next((each for each in found if each.key == key and each.digest == digest), None)
+        return next(
+            (
+                candidate
+                for candidate in earlier
+                if candidate.key == key and candidate.digest == digest
+            ),
+            None,
+        )
 
     def _assignment(self, part: OpenPart, site: str) -> Assignment:
         return self._assignments.setdefault(part.version, defaultdict(Assignment))[site]
 
-    async def _answer_all(
+    async def _handle_requests(
         self,
         stream: Stream,
         content: Served,
@@ -180,17 +187,17 @@ class Server:
 
         Args: assignments: the chunk assignments by part, where the client is on another site.
         """
-        while (payload := await _asked_next(stream)) is not None:
-            asked: wire.Ask = msgspec.msgpack.decode(payload, type=wire.Ask)
+        while (payload := await _next_request(stream)) is not None:
+            request: wire.Ask = msgspec.msgpack.decode(payload, type=wire.Ask)
             memories: list[memoryview] = []
             reply: wire.Reply
             try:
-                if isinstance(asked, wire.Confirm):
-                    await self._confirm(stream, content, asked.part)
+                if isinstance(request, wire.Confirm):
+                    await self._confirm(stream, content, request.part)
                     reply = wire.Confirmed()
                 else:
-                    memories, reply = await self._given(
-                        stream, content, asked, assignments.get(asked.part), peer
+                    memories, reply = await self._prepare_reply(
+                        stream, content, request, assignments.get(request.part), peer
                     )
             except PhaseloomError as error:
                 reply = wire.Refusal(error.info)
@@ -198,26 +205,31 @@ class Server:
             for memory in memories:
                 await stream.send_bytes(memory, self._timeout_s)
 
-    async def _given(
+    async def _prepare_reply(
         self,
         stream: Stream,
         content: Served,
-        asked: wire.Give,
+        request: wire.Give,
         assignment: Assignment | None,
         peer: Peer,
     ) -> tuple[list[memoryview], wire.Given]:
         """The bytes to send, and the reply that comes before them."""
-        found = _found(content, asked, is_assigned=assignment is not None)
-        arriving = content.until_arrived(asked.part, asked.boxes)
+        boxes_found = _find_boxes(content, request, is_assigned=assignment is not None)
+        arriving = content.until_arrived(request.part, request.boxes)
         await self._while_waiting(stream, arriving, may_cancel=True)
         shares = None
         if assignment is not None:
-            boxes = [(box, each.num_bytes) for box, each in zip(asked.boxes, found, strict=True)]
-            shares = assignment.assign(boxes, asked.num_bytes, asked.failed, peer)
-        base = content.bases.get(asked.part) if isinstance(content, OpenParts) else None
-        if not asked.takes_delta:
+            boxes = [
+                (box, box_found.num_bytes)
+                for box, box_found in zip(request.boxes, boxes_found, strict=True)
+            ]
+            shares = assignment.assign(boxes, request.num_bytes, request.failed, peer)
+        base = content.bases.get(request.part) if isinstance(content, OpenParts) else None
+        if not request.takes_delta:
             base = None
-        return await asyncio.to_thread(_read, asked, found, shares, base, self._delta_share)
+        return await asyncio.to_thread(
+            _gather, request, boxes_found, shares, base, self._delta_share
+        )
 
     async def _confirm(self, stream: Stream, content: Served, name: str) -> None:
         """Check that a part still is what was committed, after its bytes were sent.
@@ -272,7 +284,7 @@ class Server:
             await stream.send(message)
 
 
-async def _asked_next(stream: Stream) -> bytes | None:
+async def _next_request(stream: Stream) -> bytes | None:
     """The next request of a client, which may be silent as long as it lives; None: the client has
     closed the stream."""
     try:
@@ -281,22 +293,22 @@ async def _asked_next(stream: Stream) -> bytes | None:
         return None
 
 
-def _found(content: Served, asked: wire.Give, *, is_assigned: bool) -> list[Found]:
+def _find_boxes(content: Served, request: wire.Give, *, is_assigned: bool) -> list[Found]:
     """The boxes that are asked for. Raises: CallerError: they are not there, or too large."""
-    if len(asked.boxes) > MAX_BATCH_BOXES:
-        raise CallerError(f"{len(asked.boxes)} boxes", field="boxes")
-    found = [content.find(asked.part, box) for box in asked.boxes]
-    num_bytes = sum(each.num_bytes for each in found)
-    if not is_assigned and num_bytes != asked.num_bytes:
-        raise CallerError(f"{num_bytes} bytes, not {asked.num_bytes}", field="num_bytes")
-    if not 0 <= asked.num_bytes <= MAX_BATCH_BYTES:
-        raise CallerError(f"{asked.num_bytes} bytes are too many", field="num_bytes")
-    return found
+    if len(request.boxes) > MAX_BATCH_BOXES:
+        raise CallerError(f"{len(request.boxes)} boxes", field="boxes")
+    matches = [content.find(request.part, box) for box in request.boxes]
+    num_bytes = sum(box_match.num_bytes for box_match in matches)
+    if not is_assigned and num_bytes != request.num_bytes:
+        raise CallerError(f"{num_bytes} bytes, not {request.num_bytes}", field="num_bytes")
+    if not 0 <= request.num_bytes <= MAX_BATCH_BYTES:
+        raise CallerError(f"{request.num_bytes} bytes are too many", field="num_bytes")
+    return matches
 
 
-def _read(
-    asked: wire.Give,
-    found: Sequence[Found],
+def _gather(
+    request: wire.Give,
+    boxes: Sequence[Found],
     shares: Shares | None,
     base: OpenPart | None,
     delta_share: float,
@@ -306,31 +318,31 @@ def _read(
     Args: base: the earlier part that a delta may be of; None: the bytes go whole.
           delta_share: the largest share of the bytes that a delta may have.
     """
-    memories, given = _read_whole(asked, found, shares)
+    memories, reply = _gather_whole(request, boxes, shares)
     if len(memories) * _FEW_BYTES > sum(map(len, memories)):
         memories = [delta.joined(memories)]
     if base is None:
-        return memories, given
-    sent = asked.boxes if shares is None else [box for _, box in shares.own_boxes]
-    return _as_delta(memories, given, base, sent, delta_share)
+        return memories, reply
+    sent = request.boxes if shares is None else [box for _, box in shares.own_boxes]
+    return _as_delta(memories, reply, base, sent, delta_share)
 
 
-def _read_whole(
-    asked: wire.Give, found: Sequence[Found], shares: Shares | None
+def _gather_whole(
+    request: wire.Give, boxes: Sequence[Found], shares: Shares | None
 ) -> tuple[list[memoryview], wire.Given]:
     if shares is None:
-        memories = [memory for each in found for memory in each.read()]
+        memories = [memory for box_found in boxes for memory in box_found.read()]
         return memories, wire.Given(_digest(memories))
 
     def sized(fragment: Fragment) -> tuple[Box, int]:
         number, box = fragment
-        return box, found[number].of(box).num_bytes
+        return box, boxes[number].of(box).num_bytes
 
-    memories = list(_read_fragments(found, shares.own_boxes))
+    memories = list(_read_fragments(boxes, shares.own_boxes))
     peer_boxes = [
-        wire.Shared(holder, some, _digest(_read_fragments(found, some)))
+        wire.Shared(holder, share, _digest(_read_fragments(boxes, share)))
         for holder, fragments in shares.peer_boxes.items()
-        for some in split_into_requests(fragments, sized, asked.num_bytes)
+        for share in split_into_requests(fragments, sized, request.num_bytes)
     ]
     assigned = wire.Assigned(shares.num_boxes, shares.own_boxes, peer_boxes)
     return memories, wire.Given(_digest(memories), assigned)
@@ -338,7 +350,7 @@ def _read_whole(
 
 def _as_delta(
     memories: list[memoryview],
-    given: wire.Given,
+    reply: wire.Given,
     base: OpenPart,
     boxes: Sequence[Box],
     share: float,
@@ -346,17 +358,17 @@ def _as_delta(
     """The same bytes as a delta of those of the base, where that has at most this share of them."""
     earlier = [memory for box in boxes for memory in base.find(box).read()]
     if not earlier:
-        return memories, given
+        return memories, reply
     content = delta.joined(memories)
-    found = delta.encode(delta.joined(earlier), content, int(share * len(content)))
-    if found is None:
-        return memories, given
-    return [memoryview(found)], msgspec.structs.replace(given, delta_bytes=len(found))
+    encoded = delta.encode(delta.joined(earlier), content, int(share * len(content)))
+    if encoded is None:
+        return memories, reply
+    return [memoryview(encoded)], msgspec.structs.replace(reply, delta_bytes=len(encoded))
 
 
-def _read_fragments(found: Sequence[Found], fragments: Iterable[Fragment]) -> Iterator[memoryview]:
+def _read_fragments(boxes: Sequence[Found], fragments: Iterable[Fragment]) -> Iterator[memoryview]:
     for number, box in fragments:
-        yield from found[number].of(box).read()
+        yield from boxes[number].of(box).read()
 
 
 def _digest(memories: Iterable[memoryview]) -> str:

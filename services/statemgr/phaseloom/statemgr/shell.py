@@ -175,7 +175,7 @@ class StateManager:
         self._serve_versions_at = serve_versions_at
         self._num_agents = 0
         self._handover: Handover | None = None
-        self._is_known_what_was = asyncio.Event()
+        self._handover_is_known = asyncio.Event()
         """Set once the first agent has said that there is nothing to take over, or its handles have
         been taken and the records rebuilt from them."""
 
@@ -188,16 +188,16 @@ class StateManager:
         session = Session(peer)
 
         async def handle(body: StateMessage, fds: list[int]) -> Answer:
-            kept: list[int] = []
+            duplicates: list[int] = []
             async with self._ledger.change():
                 with error_boundary(metrics.UNFORESEEN, "request"):
-                    reply, its_own = await self._handle(session, body, fds)
+                    reply, reply_fds = await self._handle(session, body, fds)
                 # Duplicated at once: while the manifest is written, the memory may be dropped, and
                 # the descriptor's number become that of somebody else's memory.
-                kept += map(os.dup, its_own)
+                duplicates += map(os.dup, reply_fds)
             # The caller takes duplicates of its own before the loop comes to the next call.
-            asyncio.get_running_loop().call_soon(close_fds, kept)
-            return reply, kept
+            asyncio.get_running_loop().call_soon(close_fds, duplicates)
+            return reply, duplicates
 
         peer.handler = handle
         peer.start()
@@ -222,7 +222,7 @@ class StateManager:
 
     async def _handle(self, session: Session, body: StateMessage, fds: list[int]) -> Answer:
         if isinstance(body, HandOver) and session.is_handing_over and self._handover is not None:
-            self._handover.take(body.handles, fds)
+            self._handover.accept(body.handles, fds)
             return Done(), ()
         if isinstance(body, ShareOnDevice) and session.rank is not None:
             return self._share_on_device(session.rank, body, fds), ()
@@ -235,7 +235,7 @@ class StateManager:
             raise _denied("say hello first")
         await self._ledger.settled.wait()
         if rank is not None:
-            if rank.index and _is_by_first(body):
+            if rank.index and _is_leader_only(body):
                 raise _denied(
                     f"{rank} is not the first here, which alone makes versions and checkpoints"
                 )
@@ -273,7 +273,7 @@ class StateManager:
         session.is_agent = True
         self._num_agents += 1
         session.greet()
-        is_first = self._handover is None and not self._is_known_what_was.is_set()
+        is_first = self._handover is None and not self._handover_is_known.is_set()
         if hello.index and is_first:
             self._handover = self._parts.begin_handover(hello.index)
             session.is_handing_over = True
@@ -281,7 +281,7 @@ class StateManager:
             return Welcome(needs_handles=True)
         self._ledger.attach(session.peer)
         if is_first:
-            self._is_known_what_was.set()
+            self._handover_is_known.set()
             self._parts.background.start(self._settle())
         return Welcome(needs_handles=False)
 
@@ -290,7 +290,7 @@ class StateManager:
         if endpoint not in {"", self._parts.home.endpoint}:
             # Other nodes know the endpoint of the daemon before.
             self._serve_versions_at(endpoint)
-        self._is_known_what_was.set()
+        self._handover_is_known.set()
         lost = await handover.finish(self._resume_timeout_s)
         session.is_handing_over = False
         session.peer.max_fds = 0
@@ -304,14 +304,14 @@ class StateManager:
         self._ledger.settled.set()
 
     async def _greet_rank(self, session: Session, hello: RankHello) -> Done:
-        await self._until_known_what_was()
+        await self._until_handover_known()
         if self._handover is not None:
             self._handover.begin_again(hello.token)
         self._enter(session, self._residency.authenticate(hello.token))
         return Done()
 
     async def _resume_rank(self, session: Session, message: RankResume) -> Done:
-        await self._until_known_what_was()
+        await self._until_handover_known()
         if self._handover is None or session.greeted.done():
             raise _denied("nothing was taken over, or the second hello")
         # Verifying a large host copy may take longer than a hello may.
@@ -319,10 +319,10 @@ class StateManager:
         self._enter(session, await self._handover.resume(message))
         return Done()
 
-    async def _until_known_what_was(self) -> None:
+    async def _until_handover_known(self) -> None:
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                await self._is_known_what_was.wait()
+                await self._handover_is_known.wait()
         except TimeoutError:
             raise ResourceError("no agent has come", remedy="come again") from None
 
@@ -481,7 +481,7 @@ class StateManager:
         )
 
 
-def _is_by_first(body: StateMessage) -> bool:
+def _is_leader_only(body: StateMessage) -> bool:
     """Whether only the first rank of a deployment here may send the message."""
     if isinstance(body, CreateVersion | CommitVersion):
         return not body.version.part
@@ -493,9 +493,9 @@ def _in_thread(work: Callable[..., T]) -> Callable[..., Awaitable[T]]:
     return lambda *args: asyncio.to_thread(work, *args)
 
 
-def _denied(why: str) -> CallerError:
-    return CallerError(why, code=Code.PERMISSION_DENIED)
+def _denied(reason: str) -> CallerError:
+    return CallerError(reason, code=Code.PERMISSION_DENIED)
 
 
-def _unexpected(who: str, body: StateMessage) -> CallerError:
-    return CallerError(f"{who} does not send {type(body).__name__}", field="type")
+def _unexpected(sender: str, body: StateMessage) -> CallerError:
+    return CallerError(f"{sender} does not send {type(body).__name__}", field="type")

@@ -48,8 +48,8 @@ class WholeTensor:
         """The runs of the tensor, from its first byte to its last."""
         if len(self.slices) == 1:
             return slot_runs(*self.slices[0])
-        each = [slot_runs(rank, slot) for rank, slot in self.slices]
-        return heapq.merge(*each, key=lambda run: run.whole_offset)
+        runs_by_slice = [slot_runs(rank, slot) for rank, slot in self.slices]
+        return heapq.merge(*runs_by_slice, key=lambda run: run.whole_offset)
 
 
 def global_shape(slot: TensorSlot) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ def _assemble(name: str, slices: list[tuple[int, TensorSlot]]) -> WholeTensor:
     first = slices[0][1]
     shape = global_shape(first)
     holders: dict[str, tuple[int, TensorSlot]] = {}
-    left = [Box(name, [0] * len(shape), [*shape])] if math.prod(shape) else []
+    uncovered = [Box(name, [0] * len(shape), [*shape])] if math.prod(shape) else []
     for rank, slot in slices:
         same = (slot.role, slot.dtype, global_shape(slot)) == (first.role, first.dtype, shape)
         if not same or not is_sound(slot):
@@ -81,11 +81,11 @@ def _assemble(name: str, slices: list[tuple[int, TensorSlot]]) -> WholeTensor:
         if math.prod(slot.shape):
             holders.setdefault(f"{slot.start} + {slot.shape}", (rank, slot))
     for _, slot in holders.values():
-        left = subtract(left, Box(name, _start(slot), slot.shape))
+        uncovered = subtract(uncovered, Box(name, _start(slot), slot.shape))
     num_elements = sum(math.prod(slot.shape) for _, slot in holders.values())
     if num_elements != math.prod(shape):
         raise _contradiction(name, "its slices do not make a whole")
-    if left:
+    if uncovered:
         raise _contradiction(name, "its slices overlap")
     return WholeTensor(name, first.role, first.dtype, shape, list(holders.values()))
 
@@ -98,8 +98,8 @@ def is_sound(slot: TensorSlot) -> bool:
     shape = global_shape(slot)
     start = slot.start or [0] * len(shape)
     fits = len(start) == len(slot.shape) == len(shape) and all(
-        at >= 0 and size >= 0 and at + size <= whole
-        for at, size, whole in zip(start, slot.shape, shape, strict=True)
+        at >= 0 and size >= 0 and at + size <= extent
+        for at, size, extent in zip(start, slot.shape, shape, strict=True)
     )
     try:
         return fits and tensor_bytes(slot.dtype, slot.shape) == slot.num_bytes
@@ -121,5 +121,5 @@ def slot_runs(rank: int, slot: TensorSlot) -> Iterator[Run]:
         yield Run(at, rank, slot.offset + number * length, length)
 
 
-def _contradiction(name: str, why: str) -> CallerError:
-    return CallerError(f"{name}: {why}", code=Code.FAILED_PRECONDITION, field=f"tensors[{name}]")
+def _contradiction(name: str, reason: str) -> CallerError:
+    return CallerError(f"{name}: {reason}", code=Code.FAILED_PRECONDITION, field=f"tensors[{name}]")

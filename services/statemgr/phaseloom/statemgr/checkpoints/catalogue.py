@@ -68,12 +68,12 @@ class Catalogue:
             return CheckpointsFound([])
         place = self._checkpoints.root / request.tenant
         pattern = f"{request.job or '*'}/{request.deployment or '*'}/*"
-        found = []
+        checkpoints = []
         for directory in sorted(place.glob(pattern)):
             if all(is_name(part) for part in directory.relative_to(place).parts):
                 described = _described(directory)
-                found += [described] if described is not None else []
-        return CheckpointsFound(found)
+                checkpoints += [described] if described is not None else []
+        return CheckpointsFound(checkpoints)
 
     def describe(self, request: DescribeCheckpoint) -> CheckpointsFound:
         """Describe a checkpoint, with its files. Raises: CallerError: NOT_FOUND; a bad name."""
@@ -113,8 +113,8 @@ class Catalogue:
         except OSError as error:
             raise ResourceError(f"{name!r} of {key} stays: {error}") from error
         if num_bytes:
-            why = "has expired" if if_expired else "is removed"
-            log.info("checkpoint %r of %s %s: %d bytes", name, key, why, num_bytes)
+            outcome = "has expired" if if_expired else "is removed"
+            log.info("checkpoint %r of %s %s: %d bytes", name, key, outcome, num_bytes)
         return num_bytes
 
     def prune(self, rank: Rank, request: PruneCheckpoints) -> None:
@@ -126,11 +126,11 @@ class Catalogue:
         if keep < 1:
             raise CallerError(f"{keep} are to stay", field="keep", remedy="keep one or more")
         try:
-            gone = self._checkpoints.prune(key, keep, needed)
+            removed = self._checkpoints.prune(key, keep, needed)
         except OSError as error:
             raise ResourceError(f"old checkpoints of {key} stay: {error}") from error
-        if gone:
-            log.info("checkpoints of %s that nobody needs are gone: %s", key, ", ".join(gone))
+        if removed:
+            log.info("checkpoints of %s that nobody needs are gone: %s", key, ", ".join(removed))
 
     def find_expired(self, _: FindExpired) -> ExpiredFound:
         expired = self._checkpoints.expired()
@@ -219,20 +219,20 @@ class _Archive:
     def read(self, offset: int) -> bytes:
         """The bytes from an offset on; blocking. Raises: OSError, EOFError."""
         parts: list[bytes] = []
-        left = min(PART_BYTES, self.num_bytes - offset)
+        remaining = min(PART_BYTES, self.num_bytes - offset)
         number = bisect_right(self.pieces, offset, key=lambda piece: piece.start) - 1
-        while left > 0:
+        while remaining > 0:
             piece = self.pieces[number]
             within = offset - piece.start
             if within == piece.num_bytes:
                 number += 1
                 continue
-            part = piece.read(within, min(left, piece.num_bytes - within))
+            part = piece.read(within, min(remaining, piece.num_bytes - within))
             if not part:
                 raise EOFError
             parts.append(part)
             offset += len(part)
-            left -= len(part)
+            remaining -= len(part)
         return b"".join(parts)
 
     def close(self) -> None:

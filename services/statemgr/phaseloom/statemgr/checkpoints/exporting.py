@@ -42,7 +42,7 @@ from phaseloom.statemgr.node.ledger import Ledger
 from phaseloom.statemgr.records.incarnations import Rank, Wpg
 from phaseloom.statemgr.records.seals import seal_header
 from phaseloom.statemgr.records.snapshots import Snapshot, Snapshots
-from phaseloom.statemgr.records.stateheader import Place, Section
+from phaseloom.statemgr.records.stateheader import Section, SectionRef
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class NodeParts:
         self, snapshot: Snapshot, ranks: Sequence[StagedState], cancelled: threading.Event
     ) -> None:
         """Write this node's part of a checkpoint."""
-        sections = [Section(len(each.memory), each.tensors, each.digest) for each in ranks]
+        sections = [Section(len(state.memory), state.tensors, state.digest) for state in ranks]
         header = seal_header(
             snapshot.key,
             snapshot.seq,
@@ -84,17 +84,17 @@ class NodeParts:
             rank_offset=snapshot.rank_offset,
             num_ranks=snapshot.num_ranks,
         )
-        memories = [each.memory for each in ranks]
+        memories = [state.memory for state in ranks]
         self._directory.write(self._own(snapshot), header, memories, cancelled)
 
-    def find(self, snapshot: Snapshot) -> list[Place]:
+    def find(self, snapshot: Snapshot) -> list[SectionRef]:
         """The places of the states of the other nodes' ranks.
 
         Raises: CallerError: FAILED_PRECONDITION: a node's part is not under this root.
                 ResourceError: DATA_LOSS: a part is bad.
         """
         place = self._checkpoints.directory(snapshot.key, snapshot.name).parent
-        places: list[Place] = []
+        refs: list[SectionRef] = []
         for rank in range(len(snapshot.parts), snapshot.num_ranks, len(snapshot.parts)):
             path = next(place.glob(f"{_beginning(snapshot, rank)}.*.part"), None)
             if path is None:
@@ -105,8 +105,8 @@ class NodeParts:
                     remedy="give the state managers of all nodes of the deployment one "
                     "checkpoint_root, on a file system that they share",
                 )
-            places += find_parts(path)
-        return places
+            refs += find_parts(path)
+        return refs
 
     def discard(self, snapshot: Snapshot) -> None:
         """Remove the parts of the other nodes, which nobody needs any more."""
@@ -224,9 +224,9 @@ class Exporter:
         self, key: DeploymentKey, request: TakeSnapshot | WriteCheckpoint
     ) -> Marker | None:
         """As `Checkpoints.written_by`, for the operation of a request."""
-        asked = request.operation, key, request.name
+        saved = request.operation, key, request.name
         written_by = self._checkpoints.written_by
-        return await asyncio.to_thread(written_by, *asked, overwrite=request.overwrite)
+        return await asyncio.to_thread(written_by, *saved, overwrite=request.overwrite)
 
     def _has_snapshot(self, wpg: Wpg, operation: str) -> bool:
         """Whether the operation's snapshot need not be taken again. Where a deployment is on
@@ -307,7 +307,7 @@ class Exporter:
 
         Returns: the SHA-256 of the weights; empty: this node wrote only its part.
         """
-        async with self._of_other_nodes(snapshot) as others:
+        async with self._of_other_nodes(snapshot) as remote_states:
             await self._staging.until_proved(snapshot)
             ranks = []
             for index, part in enumerate(snapshot.parts, snapshot.rank_offset):
@@ -317,22 +317,24 @@ class Exporter:
             if snapshot.rank_offset:
                 await asyncio.to_thread(self._parts.write, snapshot, ranks, cancelled)
                 return ""
-            return await self._write_checkpoint(snapshot, request, [*ranks, *others], cancelled)
+            return await self._write_checkpoint(
+                snapshot, request, [*ranks, *remote_states], cancelled
+            )
 
     @asynccontextmanager
     async def _of_other_nodes(self, snapshot: Snapshot) -> AsyncIterator[list[StagedState]]:
         """The states of other nodes' ranks, which rank 0's node needs to make whole tensors; empty
         on other nodes."""
-        places: list[Place] = []
+        refs: list[SectionRef] = []
         if not snapshot.is_whole and not snapshot.rank_offset:
-            places = await asyncio.to_thread(self._parts.find, snapshot)
-        what = f"other ranks' part of {snapshot}"
-        async with self._staging.room((p.part.num_bytes, what) for p in places) as extents:
+            refs = await asyncio.to_thread(self._parts.find, snapshot)
+        label = f"other ranks' part of {snapshot}"
+        async with self._staging.room((p.part.num_bytes, label) for p in refs) as extents:
             staged = []
-            for place, extent in zip(places, extents, strict=True):
-                part, index = place.part, place.header.rank_offset + place.index
+            for ref, extent in zip(refs, extents, strict=True):
+                part, index = ref.part, ref.header.rank_offset + ref.index
                 memory = self._staging.view(extent, part.num_bytes)
-                await asyncio.to_thread(self._directory.read, place, memory)
+                await asyncio.to_thread(self._directory.read, ref, memory)
                 staged.append(StagedState(index, part.tensors, memory, part.blocks))
             try:
                 yield staged
@@ -387,7 +389,7 @@ class Exporter:
         written = write_state(
             self._directory.disk,
             self._checkpoints.begin(snapshot.key, snapshot.name),
-            [(each.tensors, each.memory) for each in staged],
+            [(state.tensors, state.memory) for state in staged],
             request.config,
             file_bytes=self._file_bytes,
             cancelled=cancelled,

@@ -155,10 +155,10 @@ class Checkpoints:
         Returns: the names that were removed.
         Raises:  OSError.
         """
-        gone = superseded(self._markers(key), keep, needed)
-        for name in gone:
+        removed = superseded(self._markers(key), keep, needed)
+        for name in removed:
             self.remove(key, name)
-        return gone
+        return removed
 
     def remove(self, key: DeploymentKey, name: str, *, if_expired: bool = False) -> int:
         """Remove a checkpoint: it loses its name first, so that it is never loaded in part.
@@ -167,17 +167,17 @@ class Checkpoints:
         Returns: the bytes of its files; 0: there was none.
         Raises:  CallerError: a bad name. OSError.
         """
-        directory, gone = self.directory(key, name), self._draft(key, name, _GONE)
+        directory, nameless = self.directory(key, name), self._draft(key, name, _GONE)
         if not directory.is_dir():
             return 0
         with self.locked(key):
             if not directory.is_dir() or (if_expired and not is_expired(directory)):
                 return 0
-            shutil.rmtree(gone, ignore_errors=True)
-            directory.rename(gone)
-            sync_directory(gone.parent)
-        num_bytes = sum(path.stat().st_size for path in gone.rglob("*") if path.is_file())
-        shutil.rmtree(gone, ignore_errors=True)
+            shutil.rmtree(nameless, ignore_errors=True)
+            directory.rename(nameless)
+            sync_directory(nameless.parent)
+        num_bytes = sum(path.stat().st_size for path in nameless.rglob("*") if path.is_file())
+        shutil.rmtree(nameless, ignore_errors=True)
         return num_bytes
 
     def set_expiry(self, key: DeploymentKey, name: str, ttl_s: float) -> None:
@@ -197,12 +197,12 @@ class Checkpoints:
 
     def expired(self) -> list[tuple[DeploymentKey, str]]:
         """The checkpoints whose time to live is over."""
-        found = []
+        expired = []
         for path in self.root.glob(f"*/*/*/*/{EXPIRY_FILE}") if self.root is not None else ():
             *_, tenant, job, deployment, name = path.parent.parts
             if all(map(is_name, (tenant, job, deployment, name))) and is_expired(path.parent):
-                found.append((DeploymentKey(tenant, job, deployment), name))
-        return found
+                expired.append((DeploymentKey(tenant, job, deployment), name))
+        return expired
 
     @contextmanager
     def locked_if_there(self, key: DeploymentKey, name: str) -> Iterator[None]:
@@ -222,14 +222,14 @@ class Checkpoints:
     def locked(self, *keys: DeploymentKey) -> Iterator[None]:
         """Hold the locks of deployments, against all nodes: none of their checkpoints loses its
         name meanwhile. Blocking: call it in a thread. Raises: OSError."""
-        with ExitStack() as held:
+        with ExitStack() as locks:
             for key in sorted({*keys}):
                 path = self.directory(key, "any").parent
                 files.make_directory(path.parent)
                 fd = os.open(
                     path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
                 )
-                held.callback(os.close, fd)
+                locks.callback(os.close, fd)
                 fcntl.flock(fd, fcntl.LOCK_EX)
             yield
 
@@ -239,19 +239,19 @@ class Checkpoints:
         if self.root is None:
             return
         for draft in self.root.glob(f"*/*/*/.*.{self.node}.draft"):
-            _, name, *why, _, _ = draft.name.split(".")
-            if why == [_REPLACED]:
+            _, name, *reason, _, _ = draft.name.split(".")
+            if reason == [_REPLACED]:
                 with suppress(OSError):  # the other one has the name
                     draft.rename(draft.with_name(name))
             shutil.rmtree(draft, ignore_errors=True)
         for draft in self.root.glob(f"*/*/.*.loaded/*.{self.node}.draft"):
             shutil.rmtree(draft, ignore_errors=True)
 
-    def _draft(self, key: DeploymentKey, name: str, why: str = "") -> Path:
+    def _draft(self, key: DeploymentKey, name: str, reason: str = "") -> Path:
         """The path of a directory without a name. Args: why: why it has no name any more; empty: it
         has none yet."""
-        told = f"{name}.{why}" if why else name
-        return self.directory(key, name).with_name(f".{told}.{self.node}.draft")
+        stem = f"{name}.{reason}" if reason else name
+        return self.directory(key, name).with_name(f".{stem}.{self.node}.draft")
 
     def _markers(self, key: DeploymentKey) -> list[tuple[str, Marker]]:
         """The readable markers of a deployment's checkpoints: (name, marker), sorted by name."""

@@ -100,7 +100,7 @@ class Loader:
         except BaseException:
             await asyncio.to_thread(pins.unpin, pinned)
             raise
-        await asyncio.to_thread(pins.settle, self.checkpoints, wpg.key)
+        await asyncio.to_thread(pins.prune, self.checkpoints, wpg.key)
         return answer
 
     async def _read(self, rank: Rank, request: ReadCheckpoint, directory: Path) -> CheckpointRead:
@@ -115,10 +115,12 @@ class Loader:
             raise CallerError(
                 f"{rank} is not the leader, which alone loads", code=Code.PERMISSION_DENIED
             )
-        saved.check_fits(slot for each in wpg.ranks for slot in each.tensors)
+        saved.check_fits(slot for member in wpg.ranks for slot in member.tensors)
         async with self.staging.room_for(wpg) as extents:
             both = zip(wpg.ranks, extents, strict=True)
-            memories = {each: self.staging.view(extent, each.extent_bytes) for each, extent in both}
+            memories = {
+                member: self.staging.view(extent, member.extent_bytes) for member, extent in both
+            }
             digests = await _filled(saved, memories)
             memories.clear()
             await self._load(wpg, extents, digests)
@@ -138,8 +140,8 @@ class Loader:
     async def read_saved(self, rank: Rank, request: ReadSaved) -> SavedRead:
         """Read a part of a checkpoint's weights. Raises: as `ReadSaved` says."""
         if not 0 < request.num_bytes <= MAX_READ_BYTES or request.start < 0:
-            what = f"{request.num_bytes} bytes from {request.start}"
-            raise CallerError(what, field="num_bytes", remedy=f"read at most {MAX_READ_BYTES}")
+            label = f"{request.num_bytes} bytes from {request.start}"
+            raise CallerError(label, field="num_bytes", remedy=f"read at most {MAX_READ_BYTES}")
         saved = await self._saved(rank, request.source, request.name)
         slots = saved.weights
         if request.as_held:
@@ -259,9 +261,9 @@ class SavedState:
         if self.marker is not None:
             return self.marker.operation_id
         # Nothing else tells the files of another program from those that take their place.
-        found = sorted((path.name, path.stat()) for path in self._directory.iterdir())
-        told = [(name, each.st_size, each.st_mtime_ns) for name, each in found]
-        return f"files-{blake3(repr(told).encode()).hexdigest()[:16]}"
+        stats = sorted((path.name, path.stat()) for path in self._directory.iterdir())
+        described = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        return f"files-{blake3(repr(described).encode()).hexdigest()[:16]}"
 
     @property
     def weights(self) -> list[TensorSlot]:
@@ -285,7 +287,7 @@ class SavedState:
         Raises: ResourceError: DATA_LOSS.
         """
         end = start + len(memory)
-        wanted: dict[str, list[Piece]] = {}
+        pieces_by_file: dict[str, list[Piece]] = {}
         for slot in slots:
             if slot.offset >= end or slot.offset + slot.num_bytes <= start:
                 continue
@@ -295,9 +297,9 @@ class SavedState:
                 if low < high:
                     at = entry.offset + run.whole_offset + low - run.offset
                     piece = Piece(at, memory[low - start : high - start])
-                    wanted.setdefault(file, []).append(piece)
+                    pieces_by_file.setdefault(file, []).append(piece)
         buffers = buffers_for_chunks()
-        for name, pieces in wanted.items():
+        for name, pieces in pieces_by_file.items():
             self._fill_from(self._files[name], pieces, buffers)
 
     def check_fits(self, slots: Iterable[TensorSlot], *, are_all: bool = True) -> None:
@@ -306,8 +308,8 @@ class SavedState:
         Args:   are_all: whether they are of all its tensors; else it may have others.
         Raises: CallerError: FAILED_PRECONDITION: it is of another model, or a slot is unsound.
         """
-        held = list(slots)
-        if unsound := next((slot.name for slot in held if not is_sound(slot)), None):
+        all_slots = list(slots)
+        if unsound := next((slot.name for slot in all_slots if not is_sound(slot)), None):
             raise CallerError(
                 f"{unsound}: its shape, place and size contradict one another",
                 code=Code.FAILED_PRECONDITION,
@@ -315,13 +317,13 @@ class SavedState:
             )
         weights: Expected = {}
         training: Expected = {}
-        for slot in held:
+        for slot in all_slots:
             group = weights if slot.role is Role.WEIGHT else training
             group[slot.name] = (slot.dtype, global_shape(slot))
-        found = self._weights
+        stored = self._weights
         if not are_all:
-            found = {name: found[name] for name in weights if name in found}
-        _check_same(MODEL, found, weights)
+            stored = {name: stored[name] for name in weights if name in stored}
+        _check_same(MODEL, stored, weights)
         if training and self._training:
             _check_same(TRAINING, self._training, training)
 
@@ -330,13 +332,13 @@ class SavedState:
 
         Training state becomes zeroes, too, where the checkpoint has none.
         """
-        wanted: dict[str, list[Piece]] = {}
+        pieces_by_file: dict[str, list[Piece]] = {}
         for slot in slots:
             group = self._weights if slot.role is Role.WEIGHT else self._training
             if slot.name not in group:
                 continue
             file, entry = group[slot.name]
-            wanted.setdefault(file, []).extend(
+            pieces_by_file.setdefault(file, []).extend(
                 Piece(
                     entry.offset + run.whole_offset, memory[run.offset : run.offset + run.num_bytes]
                 )
@@ -344,7 +346,7 @@ class SavedState:
             )
         ctypes.memset(address(memory), 0, len(memory))
         buffers = buffers_for_chunks()
-        for name, pieces in wanted.items():
+        for name, pieces in pieces_by_file.items():
             self._fill_from(self._files[name], pieces, buffers)
 
     def _fill_from(
@@ -364,8 +366,8 @@ class SavedState:
                 finally:
                     buffers.put(buffer)
 
-            for each in [reading.submit(read, start, chunk) for start, chunk in chunks]:
-                each.result()
+            for future in [reading.submit(read, start, chunk) for start, chunk in chunks]:
+                future.result()
 
     def _read_chunk(
         self,
@@ -413,17 +415,17 @@ class SavedState:
         if not self._has(index.name):
             return {}
         try:
-            places = msgspec.json.decode(self._small(index), type=Index).weight_map
+            file_of = msgspec.json.decode(self._small(index), type=Index).weight_map
         except msgspec.DecodeError as error:
             raise _data_loss(index, str(error)) from error
-        found: dict[str, tuple[str, Entry]] = {}
-        for name in sorted(set(places.values())):
+        tensors: dict[str, tuple[str, Entry]] = {}
+        for name in sorted(set(file_of.values())):
             if Path(name).name != name:
                 raise _data_loss(index, f"it names a file elsewhere: {name!r}")
-            found |= {entry.name: (name, entry) for entry in self._entries(name)}
-        if found.keys() != places.keys():
+            tensors |= {entry.name: (name, entry) for entry in self._entries(name)}
+        if tensors.keys() != file_of.keys():
             raise _data_loss(index, "it names other tensors than its files have")
-        return found
+        return tensors
 
     def _has(self, name: str) -> bool:
         if self.marker is None:
@@ -476,11 +478,11 @@ class SavedState:
         self._files[name] = file
         return file.entries
 
-    def _loss(self, file: _File, why: str, start: int, end: int) -> ResourceError:
+    def _loss(self, file: _File, reason: str, start: int, end: int) -> ResourceError:
         first = min((entry.offset for entry in file.entries), default=file.num_bytes)
         header = Entry("its header", "uint8", (first,), 0)
         named = names_within([header, *file.entries], start, end)
-        return _data_loss(file.path, f"{named}, bytes {start} to {end}: {why}", offset=start)
+        return _data_loss(file.path, f"{named}, bytes {start} to {end}: {reason}", offset=start)
 
 
 Expected = dict[str, tuple[str, tuple[int, ...]]]
@@ -492,11 +494,11 @@ def _check_same(
     stored: Mapping[str, tuple[str, Entry]],
     expected: Expected,
 ) -> None:
-    found = {name: (entry.dtype, entry.shape) for name, (_, entry) in stored.items()}
-    if found == expected:
+    actual = {name: (entry.dtype, entry.shape) for name, (_, entry) in stored.items()}
+    if actual == expected:
         return
-    names = sorted(found.keys() | expected.keys())
-    differing = [name for name in names if found.get(name) != expected.get(name)]
+    names = sorted(actual.keys() | expected.keys())
+    differing = [name for name in names if actual.get(name) != expected.get(name)]
     raise CallerError(
         f"the checkpoint's {stem} is another: {len(differing)} tensors, first {differing[0]}",
         code=Code.FAILED_PRECONDITION,
@@ -512,9 +514,9 @@ def _span(start: int, pieces: list[Piece]) -> tuple[int, int]:
     return first, min(-(-last // BLOCK_BYTES) * BLOCK_BYTES, start + CHUNK_BYTES)
 
 
-def _data_loss(path: Path, why: str, **details: int) -> ResourceError:
+def _data_loss(path: Path, reason: str, **details: int) -> ResourceError:
     return ResourceError(
-        f"{path.name} of checkpoint {path.parent.name!r}: {why}",
+        f"{path.name} of checkpoint {path.parent.name!r}: {reason}",
         code=Code.DATA_LOSS,
         field="args.name",
         details={"file": path, **details},

@@ -37,7 +37,7 @@ class Pin(NamedTuple):
 
 
 def pin(
-    checkpoints: Checkpoints, own: DeploymentKey, saved: DeploymentKey, name: str, load: str
+    checkpoints: Checkpoints, loader: DeploymentKey, saved: DeploymentKey, name: str, load: str
 ) -> Pin:
     """Pin a checkpoint for a load. The same load again gets the same files.
 
@@ -50,10 +50,10 @@ def pin(
     Raises: CallerError: NOT_FOUND; a bad name.
     """
     directory = checkpoints.directory(saved, name)
-    place = _place(checkpoints, own)
+    place = _place(checkpoints, loader)
     digits = blake3(load.encode()).hexdigest()[:_LOAD_DIGITS]
     try:
-        with checkpoints.locked(own, *([saved] if directory.parent.is_dir() else [])):
+        with checkpoints.locked(loader, *([saved] if directory.parent.is_dir() else [])):
             pins = _pins(place)
             for path in pins:
                 if path.name.endswith(f"-{digits}"):
@@ -71,9 +71,9 @@ def pin(
         return Pin(directory, is_new=False)
 
 
-def settle(checkpoints: Checkpoints, own: DeploymentKey) -> None:
+def prune(checkpoints: Checkpoints, loader: DeploymentKey) -> None:
     """Give up all pins but the newest ones, after a load that took effect."""
-    for old in _pins(_place(checkpoints, own))[:-_NUM_KEPT]:
+    for old in _pins(_place(checkpoints, loader))[:-_NUM_KEPT]:
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -83,21 +83,21 @@ def unpin(pinned: Pin) -> None:
         shutil.rmtree(pinned.directory.parent, ignore_errors=True)
 
 
-def forget(checkpoints: Checkpoints, own: DeploymentKey) -> None:
+def forget(checkpoints: Checkpoints, loader: DeploymentKey) -> None:
     """Give up the pins of a deployment that is gone."""
     if checkpoints.root is not None:
-        shutil.rmtree(_place(checkpoints, own), ignore_errors=True)
+        shutil.rmtree(_place(checkpoints, loader), ignore_errors=True)
 
 
-def _place(checkpoints: Checkpoints, own: DeploymentKey) -> Path:
-    deployment = checkpoints.directory(own, "any").parent
+def _place(checkpoints: Checkpoints, loader: DeploymentKey) -> Path:
+    deployment = checkpoints.directory(loader, "any").parent
     return deployment.with_name(f".{deployment.name}.loaded")
 
 
 def _pins(place: Path) -> list[Path]:
     """A deployment's pins, the oldest first."""
-    found = [path for path in place.glob("*-*") if "." not in path.name]
-    return sorted(found, key=_number)
+    paths = [path for path in place.glob("*-*") if "." not in path.name]
+    return sorted(paths, key=_number)
 
 
 def _number(path: Path) -> int:

@@ -147,16 +147,16 @@ class _Writer:
     def write(self, stem: str, tensors: list[WholeTensor], file_bytes: int) -> dict[str, FileSums]:
         counts = split([tensor.num_bytes for tensor in tensors], file_bytes)
         names = file_names(stem, len(counts))
-        rest = iter(tensors)
+        remaining = iter(tensors)
         files: dict[str, FileSums] = {}
-        places: dict[str, str] = {}
+        file_of: dict[str, str] = {}
         for name, count in zip(names, counts, strict=True):
-            group = list(itertools.islice(rest, count))
-            places |= dict.fromkeys((tensor.name for tensor in group), name)
+            group = list(itertools.islice(remaining, count))
+            file_of |= dict.fromkeys((tensor.name for tensor in group), name)
             files[name] = self._write_file(self.draft / name, group)
         if len(names) > 1:
             total = sum(tensor.num_bytes for tensor in tensors)
-            index = msgspec.json.encode(Index(places, {"total_size": total}))
+            index = msgspec.json.encode(Index(file_of, {"total_size": total}))
             write_synced(self.draft / index_name(stem), index)
             files[index_name(stem)] = sums_of(index)
         return files

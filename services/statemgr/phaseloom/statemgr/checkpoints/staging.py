@@ -66,8 +66,8 @@ class Staging:
         pool = "" if wpg is None else pool_of(wpg)
         extents: list[int] = []
         try:
-            for num_bytes, what in sizes:
-                extents.append(await self.tiering.reserve(num_bytes, what, pool))
+            for num_bytes, label in sizes:
+                extents.append(await self.tiering.reserve(num_bytes, label, pool))
                 self.memory.unrecorded.add(extents[-1])
             yield extents
         finally:
@@ -78,8 +78,8 @@ class Staging:
 
     def room_for(self, wpg: Wpg) -> AbstractAsyncContextManager[list[int]]:
         """Room for the states of an incarnation's ranks."""
-        what = "a copy of {} for a checkpoint"
-        return self.room(((r.extent_bytes, what.format(r.owner)) for r in wpg.ranks), wpg)
+        label = "a copy of {} for a checkpoint"
+        return self.room(((r.extent_bytes, label.format(r.owner)) for r in wpg.ranks), wpg)
 
     def view(self, extent: int, num_bytes: int) -> memoryview:
         return self.memory[extent].view(num_bytes)
@@ -90,8 +90,8 @@ class Staging:
             await self._copy_all(wpg, extents, request.seq)
             wpg.check_alive()
             parts = [
-                SnapshotPart(extent, each.extent_bytes, each.table)
-                for each, extent in zip(wpg.ranks, extents, strict=True)
+                SnapshotPart(extent, rank.extent_bytes, rank.table)
+                for rank, extent in zip(wpg.ranks, extents, strict=True)
             ]
             extents.clear()  # from here on they are the snapshot's
             snapshot = Snapshot.of(wpg, request.operation, request.name, request.seq, parts)
@@ -201,17 +201,17 @@ def check(key: DeploymentKey, states: Sequence[StagedState]) -> None:
 
     Raises: ResourceError: DATA_LOSS, naming the rank, the bytes and their tensors.
     """
-    for each in states:
-        found = checksums_of(each.memory, NEVER)
-        for at in range(0, len(each.checksums), CHECKSUM_BYTES):
-            if found[at : at + CHECKSUM_BYTES] != each.checksums[at : at + CHECKSUM_BYTES]:
+    for state in states:
+        checksums = checksums_of(state.memory, NEVER)
+        for at in range(0, len(state.checksums), CHECKSUM_BYTES):
+            if checksums[at : at + CHECKSUM_BYTES] != state.checksums[at : at + CHECKSUM_BYTES]:
                 start = at // CHECKSUM_BYTES * BLOCK_BYTES
-                end = min(start + BLOCK_BYTES, len(each.memory))
+                end = min(start + BLOCK_BYTES, len(state.memory))
                 raise ResourceError(
-                    f"{key} rank {each.rank}, bytes {start} to {end} of its state "
-                    f"({names_within(each.tensors, start, end)}): the copy for a checkpoint has "
+                    f"{key} rank {state.rank}, bytes {start} to {end} of its state "
+                    f"({names_within(state.tensors, start, end)}): the copy for a checkpoint has "
                     "changed in host memory since it was made",
                     code=Code.DATA_LOSS,
                     remedy="save again; if it comes again, the node's memory fails",
-                    details={"deployment": key, "rank": each.rank, "offset": start},
+                    details={"deployment": key, "rank": state.rank, "offset": start},
                 )

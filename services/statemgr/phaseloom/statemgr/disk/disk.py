@@ -36,7 +36,7 @@ from phaseloom.common.contract.state_agent import DiskMethod, DiskPath
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combine_checksums
 from phaseloom.common.tensors.hugepages import make_huge
 from phaseloom.statemgr.disk.statefile import check_blocks, encode_header, layout_of
-from phaseloom.statemgr.records.stateheader import Place, StateHeader
+from phaseloom.statemgr.records.stateheader import SectionRef, StateHeader
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -102,9 +102,9 @@ class MemoryFile:
 
     def read(self, block: memoryview, offset: int) -> int:
         """Fill a block. Returns: the number of bytes read; fewer where the file ends in it."""
-        there = self._memory[offset : offset + len(block)]
-        copy(block[: len(there)], there)
-        return len(there)
+        content = self._memory[offset : offset + len(block)]
+        copy(block[: len(content)], content)
+        return len(content)
 
 
 class DirectFile(BlockFile):
@@ -133,13 +133,13 @@ class DirectFile(BlockFile):
 
     def _directly(self, move: Move, block: memoryview, offset: int) -> int:
         """Move bytes past the page cache. Returns: the number moved, a multiple of a page."""
-        whole = len(block) - len(block) % PAGE_BYTES
+        whole_pages = len(block) - len(block) % PAGE_BYTES
         if offset % PAGE_BYTES:
             return 0
         done = 0
-        while done < whole:
+        while done < whole_pages:
             try:
-                moved = move(self._direct_fd, [block[done:whole]], offset + done)
+                moved = move(self._direct_fd, [block[done:whole_pages]], offset + done)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
@@ -158,8 +158,8 @@ def probe(directory: Path) -> DiskPath:
         with tempfile.TemporaryDirectory(dir=directory, prefix=PROBE_PREFIX) as scratch:
             why_not_direct = _why_not_direct(Path(scratch) / "direct")
     except OSError as error:
-        why = f"nothing can be written in {directory}: {error.strerror}"
-        return DiskPath(DiskMethod.BUFFERED, 1, why)
+        reason = f"nothing can be written in {directory}: {error.strerror}"
+        return DiskPath(DiskMethod.BUFFERED, 1, reason)
     if why_not_direct:
         return DiskPath(DiskMethod.BUFFERED, 1, f"direct I/O: {why_not_direct}")
     return DiskPath(DiskMethod.DIRECT, PAGE_BYTES, "a direct round trip came back")
@@ -238,7 +238,7 @@ def write_state(
     """
     offsets, _ = layout_of(header)
     blocks = [
-        _write_part(file, Place(name, header, index, at), memory, cancelled)
+        _write_part(file, SectionRef(name, header, index, at), memory, cancelled)
         for index, (at, memory) in enumerate(zip(offsets, memories, strict=True))
     ]
     written = header.with_blocks(BLOCK_BYTES, blocks)
@@ -249,7 +249,7 @@ def write_state(
 
 
 def _write_part(
-    file: Writable, place: Place, memory: memoryview, cancelled: threading.Event
+    file: Writable, place: SectionRef, memory: memoryview, cancelled: threading.Event
 ) -> bytes:
     """Write the memory of a part. Returns: the checksums of its blocks."""
     part = place.part
@@ -257,9 +257,9 @@ def _write_part(
     def take(start: int, end: int) -> bytes:
         return checksum(memory[start:end])
 
-    def put(start: int, end: int, taken: bytes) -> bytes:
+    def put(start: int, end: int, block_checksum: bytes) -> bytes:
         file.write(memory[start:end], place.offset + start)
-        return taken
+        return block_checksum
 
     checking, moving = (_NUM_CHECKING, take), (DEPTH, put)
     blocks = b"".join(_in_two_steps(part.num_bytes, BLOCK_BYTES, checking, moving, cancelled))
@@ -268,7 +268,9 @@ def _write_part(
     return blocks
 
 
-def read_part(file: Readable, place: Place, memory: memoryview, cancelled: threading.Event) -> None:
+def read_part(
+    file: Readable, place: SectionRef, memory: memoryview, cancelled: threading.Event
+) -> None:
     """Fill `memory` with a part of a state file, every block verified."""
     check_blocks(place)
     make_huge(memory[: place.part.num_bytes])
@@ -283,7 +285,7 @@ def read_part(file: Readable, place: Place, memory: memoryview, cancelled: threa
     _in_two_steps(place.part.num_bytes, place.header.block_bytes, moving, checking, cancelled)
 
 
-def read_block(file: Readable, place: Place, number: int, memory: memoryview) -> int:
+def read_block(file: Readable, place: SectionRef, number: int, memory: memoryview) -> int:
     """Fill the beginning of `memory` with one verified block. Returns: the block's size."""
     check_blocks(place)
     start = number * place.header.block_bytes
@@ -292,7 +294,7 @@ def read_block(file: Readable, place: Place, number: int, memory: memoryview) ->
     return len(block)
 
 
-def _check(place: Place, start: int, block: memoryview, count: int) -> None:
+def _check(place: SectionRef, start: int, block: memoryview, count: int) -> None:
     """Verify a block of which `count` bytes were read.
 
     Raises: ResourceError: DATA_LOSS: it is not the whole block that was written.
@@ -323,9 +325,9 @@ def _in_two_steps(
         end = min(start + block_bytes, num_bytes)
         return behind.submit(finish, start, end, first[1](start, end))
 
-    def finish(start: int, end: int, made: S) -> T:
+    def finish(start: int, end: int, intermediate: S) -> T:
         unless_cancelled()
-        return then[1](start, end, made)
+        return then[1](start, end, intermediate)
 
     def unless_cancelled() -> None:
         if cancelled.is_set():
@@ -333,7 +335,7 @@ def _in_two_steps(
 
     with threads(then[0]) as behind, threads(first[0]) as ahead:
         begun = [ahead.submit(begin, start) for start in range(0, num_bytes, block_bytes)]
-        return [each.result().result() for each in begun]
+        return [future.result().result() for future in begun]
 
 
 def copy(target: memoryview, source: memoryview) -> None:

@@ -33,7 +33,7 @@ from phaseloom.statemgr.disk.disk import (
     write_state,
 )
 from phaseloom.statemgr.disk.statefile import layout_of, parts_in
-from phaseloom.statemgr.records.stateheader import Place, StateHeader, data_loss
+from phaseloom.statemgr.records.stateheader import SectionRef, StateHeader, data_loss
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +63,8 @@ class StateDirectory:
     def parts(self, key: VersionKey) -> list[str]:
         """The names of the parts of a version that are on this disk."""
         pattern = f"version-{key.seq:d}-*of*.state"
-        found = [_NAME.match(path.name) for path in self._directory(key.policy).glob(pattern)]
-        return sorted(name[3].removeprefix("-") for name in found if name)
+        matches = [_NAME.match(path.name) for path in self._directory(key.policy).glob(pattern)]
+        return sorted(name[3].removeprefix("-") for name in matches if name)
 
     def host_copy(self, number: int) -> Path:
         return self._root / _COPIES / f"copy-{number:d}.state"
@@ -138,7 +138,9 @@ class StateDirectory:
             raise
         return written
 
-    def read(self, place: Place, memory: memoryview, cancelled: threading.Event = NEVER) -> None:
+    def read(
+        self, place: SectionRef, memory: memoryview, cancelled: threading.Event = NEVER
+    ) -> None:
         """Fill `memory` with a part of a file, verified.
 
         Raises: ResourceError: DATA_LOSS, saying where; ABORTED: cancelled.
@@ -146,7 +148,7 @@ class StateDirectory:
         with self._opened(place) as file:
             read_part(file, place, memory, cancelled)
 
-    def read_block(self, place: Place, block: int, memory: memoryview) -> int:
+    def read_block(self, place: SectionRef, block: int, memory: memoryview) -> int:
         """Fill the beginning of `memory` with one verified block of a part.
 
         Returns: the block's size.
@@ -155,7 +157,7 @@ class StateDirectory:
             return read_block(file, place, block, memory)
 
     @contextlib.contextmanager
-    def _opened(self, place: Place) -> Iterator[BlockFile]:
+    def _opened(self, place: SectionRef) -> Iterator[BlockFile]:
         try:
             with contextlib.closing(self.disk.open(Path(place.file))) as file:
                 yield file
@@ -246,7 +248,7 @@ def _is_file(path: Path) -> bool:
 
 @contextlib.contextmanager
 def writing(
-    what: str, if_full: str, if_not: str, details: Mapping[str, object] | None = None
+    label: str, if_full: str, if_not: str, details: Mapping[str, object] | None = None
 ) -> Iterator[None]:
     """Turn an OSError of a write into a typed error.
 
@@ -256,18 +258,18 @@ def writing(
     try:
         yield
     except OSError as error:
-        told = error.strerror or str(error)
+        reason = error.strerror or str(error)
         is_full = error.errno in _FULL
-        where = f"{error.filename}: " if error.filename else ""
+        path = f"{error.filename}: " if error.filename else ""
         raise ResourceError(
-            f"{what} cannot be written: {where}{told}",
+            f"{label} cannot be written: {path}{reason}",
             code=Code.RESOURCE_EXHAUSTED if is_full else Code.UNAVAILABLE,
             details=details,
             remedy=if_full if is_full else if_not,
         ) from error
 
 
-def find_parts(path: Path) -> list[Place]:
+def find_parts(path: Path) -> list[SectionRef]:
     """The parts of a state file, whose header is verified. Raises: ResourceError: DATA_LOSS."""
     if path.exists() and not path.is_file():
         raise data_loss(str(path), "it is no file")
@@ -297,8 +299,8 @@ def make_directory(directory: Path) -> None:
     directory = directory.resolve()
     missing = [d for d in (directory, *directory.parents) if not d.exists()]
     directory.mkdir(parents=True, exist_ok=True)
-    for made in missing:
-        sync_directory(made.parent)
+    for parent in missing:
+        sync_directory(parent.parent)
 
 
 def sync_directory(directory: Path) -> None:

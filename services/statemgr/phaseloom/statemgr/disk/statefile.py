@@ -24,7 +24,7 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES
 from phaseloom.statemgr.records.stateheader import (
     MAX_HEADER_BYTES,
-    Place,
+    SectionRef,
     StateHeader,
     data_loss,
     num_blocks,
@@ -71,7 +71,7 @@ def layout_of(header: StateHeader) -> tuple[list[int], int]:
     return offsets, offsets[-1] + header.parts[-1].num_bytes
 
 
-def parts_in(read: Callable[[int, int], bytes], name: str) -> list[Place]:
+def parts_in(read: Callable[[int, int], bytes], name: str) -> list[SectionRef]:
     """The parts of a state file, whose header is verified. Raises: ResourceError: DATA_LOSS.
 
     Args: read: the bytes of the file from an offset on, as many as are asked for or there.
@@ -96,10 +96,10 @@ def parts_in(read: Callable[[int, int], bytes], name: str) -> list[Place]:
     if header.with_blocks(header.block_bytes, [part.blocks for part in header.parts]) != header:
         raise data_loss(name, "its digest is not that of its blocks")
     offsets = _offsets(header, PREFIX_BYTES + length)
-    return [Place(name, header, index, at) for index, at in enumerate(offsets)]
+    return [SectionRef(name, header, index, at) for index, at in enumerate(offsets)]
 
 
-def check_blocks(place: Place) -> None:
+def check_blocks(place: SectionRef) -> None:
     """Check that the header has a checksum for each block of a part.
 
     Raises: ResourceError: DATA_LOSS: it has not.

@@ -75,7 +75,7 @@ class Handover:
     _copies: dict[int, HostCopy] = field(default_factory=dict, init=False)
     """Host copies whose memory or file exists, by number."""
 
-    def take(self, handles: list[int], fds: list[int]) -> None:
+    def accept(self, handles: list[int], fds: list[int]) -> None:
         """Accept some handles of the previous daemon, each with its descriptor.
 
         Raises: CallerError: there is not one descriptor for each handle, or a handle came twice.
@@ -92,14 +92,14 @@ class Handover:
 
         Returns: the endpoint at which the previous daemon served versions; empty: unknown.
         """
-        held = set(self._handles)
+        kept_handles = set(self._handles)
         try:
             index = [self._handles.pop(handle) for handle in INDEX_HANDLES]
         except KeyError:
             return self._give_up(agent, "its agent keeps no index")
-        found = newest_record([os.pread(fd, os.fstat(fd).st_size, 0) for fd in index])
+        record = newest_record([os.pread(fd, os.fstat(fd).st_size, 0) for fd in index])
         try:
-            manifest = decode_manifest(found[1] if found else b"")
+            manifest = decode_manifest(record[1] if record else b"")
         except msgspec.DecodeError as error:
             close_fds(index)
             return self._give_up(agent, f"its index cannot be read: {error}")
@@ -111,7 +111,9 @@ class Handover:
             self._restore_wpg(wpg)
         # Manifests before parts: without a manifest a part counts as never committed.
         for is_part in (False, True):
-            versions = [each for each in manifest.versions if bool(each.key.part) is is_part]
+            versions = [
+                version for version in manifest.versions if bool(version.key.part) is is_part
+            ]
             await asyncio.gather(*map(self._restore_version, versions))
         # After the versions: an unused copy may be the memory of a version.
         for copy in self._copies.values():
@@ -126,11 +128,11 @@ class Handover:
         close_fds(self._handles.values())
         self._handles.clear()
         # Last, because until now a recorded manifest would be incomplete.
-        self.ledger.take_over(agent, self.index, index, found[0] if found else 0, held)
+        self.ledger.take_over(agent, self.index, index, record[0] if record else 0, kept_handles)
         return manifest.endpoint
 
-    def _give_up(self, agent: Peer[StateMessage], why: str) -> str:
-        log.error("nothing can be taken over from the daemon before: %s", why)
+    def _give_up(self, agent: Peer[StateMessage], reason: str) -> str:
+        log.error("nothing can be taken over from the daemon before: %s", reason)
         close_fds(self._handles.values())
         self._handles.clear()
         self.ledger.attach(agent)
@@ -220,13 +222,13 @@ class Handover:
 
     def _restore_snapshot(self, snapshot: Snapshot) -> None:
         """Adopt a checkpoint's snapshot; the next request to write it will find it."""
-        taken: list[int] = []
+        adopted: list[int] = []
         for part in snapshot.parts:
             if not self._take_extent(part.extent, part.num_bytes, str(snapshot)):
-                for extent in taken:
+                for extent in adopted:
                     self.memory.free(extent)
                 return
-            taken.append(part.extent)
+            adopted.append(part.extent)
         self.records.snapshots[snapshot.key, snapshot.operation] = snapshot
 
     def _take_extent(
@@ -419,7 +421,7 @@ class Handover:
     def _awaited(self) -> list[Rank]:
         return [rank for rank in self._missing if rank.state is not State.LOST]
 
-    def _lose(self, wpg: Wpg, why: str) -> None:
-        log.error("%s is lost with the daemon before: %s", wpg, why)
+    def _lose(self, wpg: Wpg, reason: str) -> None:
+        log.error("%s is lost with the daemon before: %s", wpg, reason)
         self._lost.append(wpg.key)
-        self.ranks.retire(wpg, why)
+        self.ranks.retire(wpg, reason)

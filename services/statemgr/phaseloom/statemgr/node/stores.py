@@ -29,7 +29,7 @@ from phaseloom.statemgr.records.incarnations import HostCopy, InvalidTransition,
 from phaseloom.statemgr.records.records import Records
 from phaseloom.statemgr.records.residency import Residency
 from phaseloom.statemgr.records.seals import HostSeal
-from phaseloom.statemgr.records.stateheader import Place
+from phaseloom.statemgr.records.stateheader import SectionRef
 from phaseloom.statemgr.records.versions import Version
 from phaseloom.statemgr.transfer.permission import check_reader
 
@@ -444,7 +444,7 @@ class HostSealStore:
     def bytes_of(self, seal: HostSeal) -> memoryview:
         return self._memory[seal.extent].view(seal.num_bytes)
 
-    def parts_of(self, seal: HostSeal) -> list[Place]:
+    def parts_of(self, seal: HostSeal) -> list[SectionRef]:
         """The parts of a seal. Raises: ResourceError: DATA_LOSS: its header is bad."""
         image = self.bytes_of(seal)
         return parts_in(lambda at, length: bytes(image[at : at + length]), seal.name)

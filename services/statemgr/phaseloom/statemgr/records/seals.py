@@ -9,7 +9,7 @@ import msgspec
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.statemgr.records.incarnations import Rank
-from phaseloom.statemgr.records.stateheader import Place, Section, StateHeader, data_loss
+from phaseloom.statemgr.records.stateheader import Section, SectionRef, StateHeader, data_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def seal_header(
     return msgspec.structs.replace(header, rank_offset=rank_offset, num_ranks=num_ranks)
 
 
-def section_of(rank: Rank, first: Place) -> Section:
+def section_of(rank: Rank, first: SectionRef) -> Section:
     """The section of a seal that belongs to a rank.
 
     Args:   first: the place of the seal's first section.

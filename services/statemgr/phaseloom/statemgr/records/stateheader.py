@@ -90,7 +90,7 @@ class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SectionRef:
     """The location of a section in a state file."""
 
     file: str

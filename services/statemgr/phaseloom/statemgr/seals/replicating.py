@@ -41,7 +41,7 @@ from phaseloom.statemgr.node.stores import HostSealStore
 from phaseloom.statemgr.records.incarnations import Rank
 from phaseloom.statemgr.records.layouts import rounded
 from phaseloom.statemgr.records.records import Records
-from phaseloom.statemgr.records.stateheader import Place, StateHeader
+from phaseloom.statemgr.records.stateheader import SectionRef, StateHeader
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.fetching import Fetch, Home, LocalError, call_once
@@ -101,47 +101,47 @@ class RemoteFile:
 
     async def _fetch_blocks(self, draft: Draft, header: StateHeader) -> int:
         size = header.block_bytes
-        places = [Place(str(self.name), header, i, at) for i, at in enumerate(draft.offsets)]
+        refs = [SectionRef(str(self.name), header, i, at) for i, at in enumerate(draft.offsets)]
         slices: list[Slice] = []
-        for place in places:
-            for block in range(place.blocks):
-                num_bytes, at = place.block_size(block), len(slices) * size
+        for ref in refs:
+            for block in range(ref.blocks):
+                num_bytes, at = ref.block_size(block), len(slices) * size
                 box = ([block * size], [num_bytes])
-                slices.append(Slice("", str(place.index), "uint8", *box, at, num_bytes))
+                slices.append(Slice("", str(ref.index), "uint8", *box, at, num_bytes))
 
         def open_with(parts: list[str], session: str | None) -> wire.OpenFile:
             return wire.OpenFile(self.name, self.ticket)
 
         # Nodes of a site do not share files: every replica needs its own.
         home, incoming = replace(self.home, site=""), Incoming(slices, {"": header.digest})
-        fetch = Fetch(str(self.name), open_with, home, incoming, _Disk(draft, places))
-        batches = [Batch("", [Piece(each, box_of(each))]) for each in slices]
+        fetch = Fetch(str(self.name), open_with, home, incoming, _Disk(draft, refs))
+        batches = [Batch("", [Piece(slice_, box_of(slice_))]) for slice_ in slices]
         try:
             await fetch.fetch_all(batches, {"": self.sources})
         except LocalError as failure:
             raise failure.error from None
         except PhaseloomError as error:
-            raise _given_up(self.name, list(fetch.errors.values()) or [error]) from error
+            raise _fetch_error(self.name, list(fetch.errors.values()) or [error]) from error
         return fetch.fetched_bytes
 
     async def describe(self, ranks: tuple[int, int] = (0, 0)) -> wire.FileDescription:
         """The description of the file by the first source with a good answer. All sources are tried
         repeatedly for one timeout."""
-        asked = wire.DescribeFile(self.name, self.ticket)
+        message = wire.DescribeFile(self.name, self.ticket)
         started_s = time.monotonic()
         while True:
             errors: list[PhaseloomError] = []
             for source in self.sources:
                 try:
-                    found = await call_once(source, asked, wire.FileDescription, self.home)
-                    _check(self.name, ranks, found.header)
-                    return found
+                    description = await call_once(source, message, wire.FileDescription, self.home)
+                    _check(self.name, ranks, description.header)
+                    return description
                 except PhaseloomError as error:
                     log.warning("%s from %s: %s", self.name, source, error)
                     errors.append(error)
             is_late = time.monotonic() - started_s > self.home.timeout_s
             if is_late or all(error.info.code in _NOT_THERE for error in errors):
-                raise _given_up(self.name, errors)
+                raise _fetch_error(self.name, errors)
             await asyncio.sleep(_PAUSE_S)
 
 
@@ -151,10 +151,10 @@ class _Disk:
     base: memoryview | None = None
     """A file is never sent as a delta."""
 
-    def __init__(self, draft: Draft, places: list[Place]) -> None:
+    def __init__(self, draft: Draft, refs: list[SectionRef]) -> None:
         self._draft = draft
-        self._places = places
-        self._block_bytes = places[0].header.block_bytes
+        self._places = refs
+        self._block_bytes = refs[0].header.block_bytes
         self._free: list[memoryview] = []
         """Buffers that no stream uses."""
 
@@ -163,16 +163,16 @@ class _Disk:
     ) -> str:
         assert not delta_bytes, "nobody asked for a delta"
         ((_, box),) = batch.pieces
-        place, block = self._places[int(box.name)], box.start[0] // self._block_bytes
+        ref, block = self._places[int(box.name)], box.start[0] // self._block_bytes
         buffer = self._free.pop() if self._free else _page_buffer(self._block_bytes)
         view, digest = buffer[: batch.num_bytes], xxhash.xxh3_128()
         await stream.receive_into(view, timeout_s, digest.update)
-        if await asyncio.to_thread(checksum, view) != place.checksum_of(block):
+        if await asyncio.to_thread(checksum, view) != ref.checksum_of(block):
             raise ResourceError(
-                f"block {block} of section {place.index} is bad on arrival", code=Code.DATA_LOSS
+                f"block {block} of section {ref.index} is bad on arrival", code=Code.DATA_LOSS
             )
         try:
-            await asyncio.to_thread(self._draft.write, view, place.offset + box.start[0])
+            await asyncio.to_thread(self._draft.write, view, ref.offset + box.start[0])
         except PhaseloomError as error:
             raise LocalError(error) from error
         self._free.append(buffer)
@@ -197,11 +197,11 @@ def _check(name: FileName, ranks: tuple[int, int], header: StateHeader) -> None:
         raise ResourceError(f"it sent something else than {name}", code=Code.DATA_LOSS)
 
 
-def _given_up(name: FileName, errors: list[PhaseloomError]) -> ResourceError:
+def _fetch_error(name: FileName, errors: list[PhaseloomError]) -> ResourceError:
     is_lost = all(error.info.code in _NOT_THERE for error in errors)
-    why = "; ".join(str(error) for error in errors) or "no node has it"
+    reasons = "; ".join(str(error) for error in errors) or "no node has it"
     return ResourceError(
-        f"{name} could not be fetched: {why}",
+        f"{name} could not be fetched: {reasons}",
         code=Code.DATA_LOSS if is_lost else Code.UNAVAILABLE,
         remedy="start the nodes again that have it",
     )
@@ -209,23 +209,23 @@ def _given_up(name: FileName, errors: list[PhaseloomError]) -> ResourceError:
 
 # --- Served --------------------------------------------------------------------------------------
 
-ReadBlock = Callable[[Place, int, memoryview], int]
+ReadBlock = Callable[[SectionRef, int, memoryview], int]
 
 
 async def open_file(
     host_seals: HostSealStore, directory: StateDirectory, name: FileName
 ) -> tuple[StateHeader, Served]:
     """The header and blocks of a file on this node's disk, or of a seal in memory."""
-    kept = host_seals.records.get((name.deployment, name.seq))
-    if name.kind == "seal" and kept is not None:
-        image = MemoryFile(host_seals.bytes_of(kept))
-        places, read = host_seals.parts_of(kept), partial(read_block, image)
-        return places[0].header, _File(places, read)
+    seal = host_seals.records.get((name.deployment, name.seq))
+    if name.kind == "seal" and seal is not None:
+        image = MemoryFile(host_seals.bytes_of(seal))
+        refs, read = host_seals.parts_of(seal), partial(read_block, image)
+        return refs[0].header, _File(refs, read)
     path = path_of(directory, name)
     if not path.exists():
         raise CallerError(f"{name} is not here", code=Code.NOT_FOUND, field="name")
-    places = await asyncio.to_thread(find_parts, path)
-    return places[0].header, _File(places, directory.read_block)
+    refs = await asyncio.to_thread(find_parts, path)
+    return refs[0].header, _File(refs, directory.read_block)
 
 
 async def parts_of(directory: StateDirectory, name: FileName) -> list[str]:
@@ -238,8 +238,8 @@ async def parts_of(directory: StateDirectory, name: FileName) -> list[str]:
 class _File:
     """The blocks of a state file, read and verified one at a time."""
 
-    def __init__(self, places: list[Place], read: ReadBlock) -> None:
-        self._places = {str(place.index): place for place in places}
+    def __init__(self, refs: list[SectionRef], read: ReadBlock) -> None:
+        self._places = {str(ref.index): ref for ref in refs}
         self._read = read
         self._buffer = _page_buffer(MAX_BATCH_BYTES + MAX_BATCH_BOXES * PAGE_BYTES)
         """Memory for the blocks of one request, each starting at a page."""
@@ -247,15 +247,15 @@ class _File:
         """Bytes of the buffer that the request's blocks have used so far."""
 
     def find(self, part: str, box: Box) -> _Block:
-        place = self._places.get(box.name)
-        if place is None or part or len(box.start) != 1:
+        ref = self._places.get(box.name)
+        if ref is None or part or len(box.start) != 1:
             raise CallerError(f"there is no section {box.name!r}", field="boxes")
-        number, within = divmod(box.start[0], place.header.block_bytes)
-        if within or not 0 <= number < place.blocks:
+        number, within = divmod(box.start[0], ref.header.block_bytes)
+        if within or not 0 <= number < ref.blocks:
             raise CallerError(
                 f"there is no block at {box.start} of section {box.name}", field="boxes"
             )
-        return _Block(self, place, number)
+        return _Block(self, ref, number)
 
     async def until_arrived(self, part: str, boxes: Sequence[Box]) -> None:
         """Return at once: all of the file is here. The blocks of the previous request are sent by
@@ -271,7 +271,7 @@ class _File:
 
 class _Block(NamedTuple):
     file: _File
-    place: Place
+    place: SectionRef
     number: int
 
     @property
@@ -322,8 +322,8 @@ class Replicator:
     async def fetch(self, request: FetchState) -> None:
         """Fetch the files that a request names, unless they are on this disk or in host memory."""
         check_key(request.deployment)
-        self._note_kept(request)
-        await self._fetch_files(self._lacking(request))
+        self._mark_kept(request)
+        await self._fetch_files(self._missing_files(request))
         if request.keeps is not None:
             await self.weights.keep(request.keeps, request.sources)
         if request.holds is not None:
@@ -333,12 +333,12 @@ class Replicator:
             except PhaseloomError as error:
                 log.info("version %s is not fetched ahead: %s", request.holds.version, error)
 
-    def _note_kept(self, request: FetchState) -> None:
+    def _mark_kept(self, request: FetchState) -> None:
         """Keep versions that ranks here have fetched, like the files that are fetched now."""
         for seq in request.versions:
             self.weights.mark_kept(VersionKey(request.deployment, seq))
 
-    def _lacking(self, request: FetchState) -> FetchState:
+    def _missing_files(self, request: FetchState) -> FetchState:
         """The request without the seal and the versions that are in host memory."""
         key, ranks = request.deployment, (request.rank_offset, request.num_ranks)
         versions = self.records.versions
@@ -353,12 +353,12 @@ class Replicator:
         key = request.deployment
         if request.ticket is not None and request.sources:
             self._elsewhere[key] = request
-        with self._working_for(request):
+        with self._tracking(request):
             if request.seal_seq:
-                await self._have(FileName("seal", key, request.seal_seq), request)
+                await self._ensure_file(FileName("seal", key, request.seal_seq), request)
             for seq in request.versions:
                 try:
-                    await self._have_version(FileName("version", key, seq), request)
+                    await self._ensure_version(FileName("version", key, seq), request)
                 except ResourceError as error:
                     if error.info.code is not Code.DATA_LOSS:
                         raise
@@ -366,42 +366,47 @@ class Replicator:
                     log.warning("%s", error)
 
     @contextmanager
-    def _working_for(self, request: FetchState) -> Iterator[None]:
+    def _tracking(self, request: FetchState) -> Iterator[None]:
         requests = self._under_way.setdefault(request.deployment, [])
         requests.append(request)
         try:
             yield
         finally:
             # By identity: another request may name the same files.
-            requests[:] = [each for each in requests if each is not request]
+            requests[:] = [
+                other_request for other_request in requests if other_request is not request
+            ]
             if not requests and self._under_way.get(request.deployment) is requests:
                 del self._under_way[request.deployment]
 
     def _is_forgotten(self, request: FetchState) -> bool:
         """Whether the deployment was forgotten since a request for its files came."""
-        return all(each is not request for each in self._under_way.get(request.deployment, ()))
+        return all(
+            other_request is not request
+            for other_request in self._under_way.get(request.deployment, ())
+        )
 
-    async def _have_version(self, name: FileName, request: FetchState) -> None:
+    async def _ensure_version(self, name: FileName, request: FetchState) -> None:
         """Fetch a version: first its parts, then the manifest, so that the parts are on disk if the
         manifest is."""
-        if await self._is_here(name):
+        if await self._is_on_disk(name):
             return
         if request.ticket is not None and request.sources:
             remote = RemoteFile(name, request.ticket, request.sources, self.home)
             for part in (await remote.describe()).parts:
-                await self._have(msgspec.structs.replace(name, part=part), request)
-        await self._have(name, request)
+                await self._ensure_file(msgspec.structs.replace(name, part=part), request)
+        await self._ensure_file(name, request)
 
-    async def _have(self, name: FileName, request: FetchState) -> None:
+    async def _ensure_file(self, name: FileName, request: FetchState) -> None:
         lock = self._fetching.setdefault(name, asyncio.Lock())
         async with lock:
             ranks = (request.rank_offset, request.num_ranks)
-            if not await self._is_here(name, ranks) and not self._is_forgotten(request):
+            if not await self._is_on_disk(name, ranks) and not self._is_forgotten(request):
                 await self._fetch_file(name, request)
             if self._is_forgotten(request):
-                raise _forgotten(name)
+                raise _forgotten_error(name)
 
-    async def _is_here(self, name: FileName, ranks: tuple[int, int] = (0, 0)) -> bool:
+    async def _is_on_disk(self, name: FileName, ranks: tuple[int, int] = (0, 0)) -> bool:
         """Whether a file is here with a good header; its blocks are verified when they are read."""
         path = path_of(self.directory, name)
         header = await asyncio.to_thread(header_of, path)
@@ -415,10 +420,10 @@ class Replicator:
         header = await remote.fetch(self.directory, ranks=ranks)
         if self._is_forgotten(request):
             await asyncio.to_thread(self.directory.discard, path_of(self.directory, name))
-            raise _forgotten(name)
-        self._found(name, header)
+            raise _forgotten_error(name)
+        self._adopt(name, header)
 
-    def _found(self, name: FileName, header: StateHeader) -> None:
+    def _adopt(self, name: FileName, header: StateHeader) -> None:
         if name.kind == "seal":
             self.sealer.add_from_disk(header, str(path_of(self.directory, name)))
             return
@@ -451,11 +456,11 @@ class Replicator:
                 raise
             log.error("%s; fetching it from another node", error)
             try:
-                known = msgspec.structs.replace(
+                request = msgspec.structs.replace(
                     self._elsewhere.get(key, FetchState(key, seq, [], []))
                 )
-                with self._working_for(known):
-                    await self._fetch_file(FileName("seal", key, seq), known)
+                with self._tracking(request):
+                    await self._fetch_file(FileName("seal", key, seq), request)
             except PhaseloomError as second:
                 log.error("%s", second)
                 raise error from second
@@ -471,38 +476,38 @@ class Replicator:
     async def parts_of(self, name: FileName) -> list[str]:
         return await parts_of(self.directory, name)
 
-    async def keep(self, asked: KeepFiles) -> None:
+    async def keep(self, message: KeepFiles) -> None:
         """Fetch another node's files as a replica."""
-        key = asked.deployment
+        key = message.deployment
         check_key(key)
         request = FetchState(
             key,
-            asked.seal_seq,
-            asked.versions,
-            [asked.source],
-            asked.ticket,
-            rank_offset=asked.rank_offset,
-            num_ranks=asked.num_ranks,
+            message.seal_seq,
+            message.versions,
+            [message.source],
+            message.ticket,
+            rank_offset=message.rank_offset,
+            num_ranks=message.num_ranks,
         )
-        self._note_kept(request)
+        self._mark_kept(request)
         await self._fetch_files(request)
-        await self.sealer.remove_superseded(key, asked.seal_seq, asked.committed)
+        await self.sealer.remove_superseded(key, message.seal_seq, message.committed)
 
     async def replicate(self, request: WriteSeal) -> None:
         """Return once every replica has the seal, and the versions with it, on its disk.
 
         Raises: PhaseloomError: a replica could not fetch them.
         """
-        calls = [self._hand_over(endpoint, request) for endpoint in request.replicas.values()]
+        calls = [self._request_replica(endpoint, request) for endpoint in request.replicas.values()]
         for failure in await asyncio.gather(*calls, return_exceptions=True):
             if failure is not None:
                 raise failure
 
-    async def _hand_over(self, endpoint: str, request: WriteSeal) -> None:
+    async def _request_replica(self, endpoint: str, request: WriteSeal) -> None:
         if request.ticket is None:
             raise CallerError("replicas without a ticket", field="ticket")
         wpg = self.records.residency.current(request.deployment, request.incarnation)
-        asked = KeepFiles(
+        message = KeepFiles(
             request.deployment,
             request.seq,
             request.versions,
@@ -512,8 +517,8 @@ class Replicator:
             wpg.rank_offset,
             wpg.num_ranks,
         )
-        await call_once(endpoint, asked, wire.FilesKept, self.home)
+        await call_once(endpoint, message, wire.FilesKept, self.home)
 
 
-def _forgotten(name: FileName) -> ResourceError:
+def _forgotten_error(name: FileName) -> ResourceError:
     return ResourceError(f"{name} is not kept: {name.deployment} was forgotten", code=Code.ABORTED)

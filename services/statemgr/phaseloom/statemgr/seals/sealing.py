@@ -25,7 +25,7 @@ from phaseloom.statemgr.node.stores import HostCopyStore, HostSealStore
 from phaseloom.statemgr.records.incarnations import Rank, State, Wpg
 from phaseloom.statemgr.records.records import Records
 from phaseloom.statemgr.records.seals import HostSeal, seal_header, section_of, superseded_seals
-from phaseloom.statemgr.records.stateheader import Place, Section, StateHeader
+from phaseloom.statemgr.records.stateheader import Section, SectionRef, StateHeader
 from phaseloom.statemgr.tiering.sharing import FrozenCopies
 from phaseloom.statemgr.tiering.switching import on_each_device
 from phaseloom.statemgr.tiering.tiering import Tiering
@@ -92,8 +92,8 @@ class Sealer:
         """Copy a rank's host-only state, which the rank changes while the seal is written."""
         if not rank.host_bytes:
             return
-        what = f"the seal of {rank.owner}'s state in host memory"
-        async with self.tiering.reserved(rank.host_bytes, what) as snapshot:
+        label = f"the seal of {rank.owner}'s state in host memory"
+        async with self.tiering.reserved(rank.host_bytes, label) as snapshot:
             if rank.extent is None:
                 raise ResourceError(f"{rank} is lost")
             rank.snapshot = snapshot
@@ -141,19 +141,21 @@ class Sealer:
         Raises: ResourceError: DATA_LOSS, naming the file. CallerError: the seal has another layout.
         """
         wpg = rank.wpg
-        kept = self.host_seals.records.get((wpg.key, wpg.seal_seq))
-        if kept is not None:
-            places = self.host_seals.parts_of(kept)
-            image = MemoryFile(self.host_seals.bytes_of(kept))
-            read: Callable[[Place, memoryview], None] = partial(read_part, image, cancelled=NEVER)
+        seal = self.host_seals.records.get((wpg.key, wpg.seal_seq))
+        if seal is not None:
+            refs = self.host_seals.parts_of(seal)
+            image = MemoryFile(self.host_seals.bytes_of(seal))
+            read: Callable[[SectionRef, memoryview], None] = partial(
+                read_part, image, cancelled=NEVER
+            )
         else:
             path = self.copies.directory.seal(wpg.key, wpg.seal_seq)
-            places = await asyncio.to_thread(find_parts, path)
+            refs = await asyncio.to_thread(find_parts, path)
             read = self.copies.directory.read
-        part = section_of(rank, places[0])
+        part = section_of(rank, refs[0])
         assert rank.extent is not None
         memory = self.memory[rank.extent].view(part.num_bytes)
-        await asyncio.to_thread(read, places[rank.index], memory)
+        await asyncio.to_thread(read, refs[rank.index], memory)
         self.copies.fill(rank, wpg.seal_seq, part.digest)
 
     def abandon(self) -> None:
@@ -167,8 +169,8 @@ class Sealer:
     async def forget(self, key: DeploymentKey) -> None:
         """Delete the seals and all state files of a deployment, of every incarnation."""
         self._seals.pop(key, None)
-        for kept in self.host_seals.records.of(key):
-            self.host_seals.drop(key, kept.seq)
+        for seal in self.host_seals.records.of(key):
+            self.host_seals.drop(key, seal.seq)
         await asyncio.to_thread(self.copies.directory.clear, key)
 
     async def _write(self, wpg: Wpg, seq: int) -> Sealed:
@@ -184,14 +186,14 @@ class Sealer:
         header = _header(wpg, seq)
         _, num_bytes = layout_of(header)
         async with self.tiering.reserved(num_bytes, f"seal {seq} of {wpg.key}") as extent:
-            kept = HostSeal(wpg.key, seq, extent, num_bytes)
+            seal = HostSeal(wpg.key, seq, extent, num_bytes)
             memories = [self._sealed(rank) for rank in wpg.ranks]
-            image = MemoryFile(self.host_seals.bytes_of(kept))
+            image = MemoryFile(self.host_seals.bytes_of(seal))
             written = await asyncio.to_thread(
-                write_state, image, kept.name, header, memories, NEVER
+                write_state, image, seal.name, header, memories, NEVER
             )
             self.host_seals.drop(wpg.key, seq)
-            self.host_seals.records[wpg.key, seq] = kept
+            self.host_seals.records[wpg.key, seq] = seal
         return Sealed("", written.digest, written.num_bytes)
 
     def _sealed(self, rank: Rank) -> memoryview:
@@ -217,9 +219,9 @@ class Sealer:
                     raise
 
     async def remove_superseded(self, key: DeploymentKey, written: int, committed: int) -> None:
-        kept = {seal.seq for seal in self.host_seals.records.of(key)}
-        known = kept | self._seals.get(key, {}).keys()
-        for seq in superseded_seals(list(known), written, committed):
+        in_memory = {host_seal.seq for host_seal in self.host_seals.records.of(key)}
+        seqs = in_memory | self._seals.get(key, {}).keys()
+        for seq in superseded_seals(list(seqs), written, committed):
             self._seals.get(key, {}).pop(seq, None)
             self.host_seals.drop(key, seq)
             path = self.copies.directory.seal(key, seq)
@@ -233,10 +235,10 @@ class Sealer:
         incarnation may differ in bits."""
         if seq != wpg.seal_seq and seq not in wpg.sealed:
             return None
-        known = self._seals.get(wpg.key, {}).get(seq)
+        sealed = self._seals.get(wpg.key, {}).get(seq)
         # The previous daemon may have kept it in host memory.
-        header = None if known else self._kept_header(wpg.key, seq)
-        return Sealed("", header.digest, header.num_bytes) if header else known
+        header = None if sealed else self._kept_header(wpg.key, seq)
+        return Sealed("", header.digest, header.num_bytes) if header else sealed
 
     def is_kept(self, key: DeploymentKey, seq: int, ranks: tuple[int, int]) -> bool:
         """Whether a seal is in host memory; its blocks are verified when they are read.
@@ -252,10 +254,10 @@ class Sealer:
 
     def _kept_header(self, key: DeploymentKey, seq: int) -> StateHeader | None:
         """Raises: ResourceError: DATA_LOSS: the header of the seal in host memory is bad."""
-        kept = self.host_seals.records.get((key, seq))
-        if kept is None:
+        seal = self.host_seals.records.get((key, seq))
+        if seal is None:
             return None
-        return self.host_seals.parts_of(kept)[0].header
+        return self.host_seals.parts_of(seal)[0].header
 
 
 def _header(wpg: Wpg, seq: int) -> StateHeader:

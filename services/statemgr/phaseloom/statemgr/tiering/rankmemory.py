@@ -50,9 +50,9 @@ class RankMemory:
         table = self.records.layouts.read(request.tensors)
         self.records.residency.check_heap(rank, request, table)
         # The copies of the deployment's other ranks stay: a switch-in needs all of them at once.
-        what = f"the host copy of {rank.owner}"
+        label = f"the host copy of {rank.owner}"
         num_bytes = extent_bytes(request.heap_bytes, request.host_bytes)
-        reserving = self.tiering.reserved(num_bytes, what, may_freeze=request.frozen)
+        reserving = self.tiering.reserved(num_bytes, label, may_freeze=request.frozen)
         with self.records.residency.using(rank.wpg):
             async with reserving as extent:
                 self.records.residency.register_heap(rank, request, table, extent)
@@ -101,8 +101,8 @@ class RankMemory:
         if rank.state in {State.AWAITING, State.LOST}:
             raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
         if request.loan not in rank.loans and not self._lend_copy(rank, request):
-            what = f"{request.what} for {rank.owner}"
-            async with self.tiering.reserved(request.num_bytes, what, pool_of(rank.wpg)) as extent:
+            label = f"{request.what} for {rank.owner}"
+            async with self.tiering.reserved(request.num_bytes, label, pool_of(rank.wpg)) as extent:
                 rank.wpg.check_alive()
                 loan = Loan(extent, request.num_bytes, is_host_copy=False)
                 if rank.loans.setdefault(request.loan, loan) is not loan:

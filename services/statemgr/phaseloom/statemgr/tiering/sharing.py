@@ -75,8 +75,8 @@ class FrozenCopies:
         """
         if rank.new_extent is not None:
             return rank.new_extent
-        what = f"the host copy of {rank.owner}"
-        extent = await self.reserve(rank.extent_bytes, what)
+        label = f"the host copy of {rank.owner}"
+        extent = await self.reserve(rank.extent_bytes, label)
         if rank.state is State.LOST or rank.new_extent is not None:
             self.memory.free(extent)
             raise ResourceError(f"{rank} was lost, or asked twice", code=Code.ABORTED)
@@ -235,34 +235,34 @@ class Sharing:
     async def _take_hash(self, copy: HostCopy) -> None:
         if self._is_above(copy) and copy.is_immutable:
             memory = self.copies.bytes_of(copy)
-            known = await asyncio.to_thread(_hash, memory, self.background.stopped)
+            hash_ = await asyncio.to_thread(_hash, memory, self.background.stopped)
             # The digest comes from a rank, so it is verified before other ranks depend on the copy.
-            if known and not await has_digest(memory, copy.digest):
+            if hash_ and not await has_digest(memory, copy.digest):
                 self.ranks.lose(copy, "its host copy is not what its digest says")
             else:
-                copy.hash = known
+                copy.hash = hash_
 
     def _is_above(self, copy: HostCopy) -> bool:
         return self.copies.records.is_known(copy) and copy.state not in ON_NVME
 
     async def _merge(self, copy: HostCopy) -> None:
-        known = self.copies.records
-        while known.is_known(copy) and (twin := known.twin(copy)) is not None:
+        records = self.copies.records
+        while records.is_known(copy) and (twin := records.twin(copy)) is not None:
             pair = (copy, twin)
-            if any(each.state in _MOVING for each in pair):
+            if any(either.state in _MOVING for either in pair):
                 await self.ledger.until(partial(self._is_settled, pair))
                 continue
-            kept, gone = pair if copy.state is State.HOST else (twin, copy)
+            keeper, merged = pair if copy.state is State.HOST else (twin, copy)
             if twin.state is State.HOST:
-                kept, gone = twin, copy
-            moved = known.merge(gone, kept)
-            self.copies.free(gone)
+                keeper, merged = twin, copy
+            moved = records.merge(merged, keeper)
+            self.copies.free(merged)
             # A rank keeps the copy that it loaded last mapped, and so its memory. A rank that
             # does not answer keeps that memory until it loads again or ends.
             for rank in moved:
                 await self.ranks.unmap(rank)
-            log.info("%s is the same as %s: held once", gone, kept)
-            copy = kept
+            log.info("%s is the same as %s: held once", merged, keeper)
+            copy = keeper
             self.ledger.announce()
 
     def _is_settled(self, copies: tuple[HostCopy, ...]) -> bool:
@@ -271,9 +271,9 @@ class Sharing:
 
 def _hash(memory: memoryview, stopped: threading.Event) -> str:
     """The BLAKE3 of the memory in hex; empty: it was stopped. Blocking."""
-    taken = blake3()
+    hasher = blake3()
     for start in range(0, len(memory), _HASHED_BYTES):
         if stopped.is_set():
             return ""
-        taken.update(memory[start : start + _HASHED_BYTES])
-    return taken.hexdigest()
+        hasher.update(memory[start : start + _HASHED_BYTES])
+    return hasher.hexdigest()

@@ -66,7 +66,7 @@ class Tiering:
     async def reserve(
         self,
         num_bytes: int,
-        what: str,
+        label: str,
         pool: str = "",
         *,
         may_freeze: bool = False,
@@ -83,14 +83,14 @@ class Tiering:
         Raises:  ResourceError: RESOURCE_EXHAUSTED, with the numbers of both tiers.
         """
         return await self._with_room(
-            lambda: self.memory.reserve(num_bytes, what, pool, may_freeze=may_freeze), after_s
+            lambda: self.memory.reserve(num_bytes, label, pool, may_freeze=may_freeze), after_s
         )
 
     @asynccontextmanager
     async def reserved(
         self,
         num_bytes: int,
-        what: str,
+        label: str,
         pool: str = "",
         *,
         may_freeze: bool = False,
@@ -98,7 +98,7 @@ class Tiering:
     ) -> AsyncIterator[int]:
         """Reserve an extent, as `reserve` does, for a record that exists by the end of the block.
         If the block fails, the extent is freed."""
-        extent = await self.reserve(num_bytes, what, pool, may_freeze=may_freeze, after_s=after_s)
+        extent = await self.reserve(num_bytes, label, pool, may_freeze=may_freeze, after_s=after_s)
         self.memory.unrecorded.add(extent)
         try:
             yield extent
@@ -108,11 +108,11 @@ class Tiering:
         finally:
             self.memory.unrecorded.discard(extent)
 
-    async def reserve_frozen(self, num_bytes: int, what: str) -> int:
-        return await self.reserve(num_bytes, what, may_freeze=True)
+    async def reserve_frozen(self, num_bytes: int, label: str) -> int:
+        return await self.reserve(num_bytes, label, may_freeze=True)
 
     @asynccontextmanager
-    async def in_host(self, wpg: Wpg, *others: Wpg) -> AsyncIterator[None]:
+    async def in_host(self, wpg: Wpg, *neighbours: Wpg) -> AsyncIterator[None]:
         """Promote the incarnation's host copies and keep them in host memory within the block.
 
         Copies of `others` that are in host memory stay there too, but are not promoted.
@@ -120,7 +120,7 @@ class Tiering:
         Raises: ResourceError: RESOURCE_EXHAUSTED: no room for the copies; DATA_LOSS: the file of
                 one is bad and no seal has its bytes, so the incarnation is over.
         """
-        with self.residency.using(wpg, *others):
+        with self.residency.using(wpg, *neighbours):
             for rank in wpg.ranks:
                 if rank.copy is not None:
                     await self._promote(rank.copy)
@@ -141,16 +141,16 @@ class Tiering:
 
     async def sweep(self) -> None:
         """Remove the files of host copies that no longer exist. Called once, after the handover."""
-        kept = {self.copies.file_of(c) for c in self.copies.records.all() if c.state in ON_NVME}
-        stale = self.copies.directory.host_copies() - kept
+        needed = {self.copies.file_of(c) for c in self.copies.records.all() if c.state in ON_NVME}
+        stale = self.copies.directory.host_copies() - needed
         await asyncio.to_thread(self.copies.directory.discard, *stale)
 
     def is_demoted(self, copy: HostCopy, digest: str) -> bool:
         """Whether a whole file of the host copy is on NVMe; reading it verifies its blocks.
         Blocking."""
         header = header_of(self.copies.file_of(copy))
-        found = (header.digest, header.num_bytes) if header is not None else ("", 0)
-        return bool(digest) and found == (digest, copy.num_bytes)
+        stored = (header.digest, header.num_bytes) if header is not None else ("", 0)
+        return bool(digest) and stored == (digest, copy.num_bytes)
 
     # --- moves ---
 
@@ -167,7 +167,7 @@ class Tiering:
                 refusal = error
             below = [victim for victim in self._victims(after_s) if victim not in failed]
             going = self._going_down()
-            room_bytes = sum(rounded(each.num_bytes) for each in [*below, *going])
+            room_bytes = sum(rounded(leaving.num_bytes) for leaving in [*below, *going])
             if not (below or going) or room_bytes < _shortage_bytes(refusal):
                 raise self._with_numbers(refusal)
             if not below:
@@ -204,7 +204,7 @@ class Tiering:
         those on their way down, and copies that may be demoted once their promotion has ended."""
         arriving = {*self.copies.records.demotable()}
         going: dict[Victim, asyncio.Future[None]] = {}
-        going.update({each: end for each, end in self.versions.under_way.items()})
+        going.update({version: end for version, end in self.versions.under_way.items()})
         for move in self.copies.moves.under_way():
             if not move.is_up or move.copy in arriving:
                 going[move.copy] = move.done
@@ -303,9 +303,9 @@ class Tiering:
     async def _take_memory(self, copy: HostCopy, after_s: float) -> None:
         """Reserve memory for a demoted copy: its own extent's or, if it is frozen, a new extent.
         Each order to copy in brings the descriptor, so ranks do not notice a new extent."""
-        what = f"the host copy of {copy.users[0].owner}"
+        label = f"the host copy of {copy.users[0].owner}"
         if copy.is_frozen:
-            extent = await self.reserve(copy.num_bytes, what, may_freeze=True, after_s=after_s)
+            extent = await self.reserve(copy.num_bytes, label, may_freeze=True, after_s=after_s)
             if self.copies.records.is_known(copy):
                 copy.extent = extent
             else:
@@ -315,7 +315,7 @@ class Tiering:
             def occupy() -> None:
                 self._check_needed(copy)
                 assert copy.extent is not None
-                self.memory.occupy(copy.extent, what)
+                self.memory.occupy(copy.extent, label)
 
             await self._with_room(occupy, after_s)
         self._check_needed(copy)
@@ -326,7 +326,7 @@ class Tiering:
             raise ResourceError(f"{copy} is not needed any more")
 
     @contextmanager
-    def _failing(self, copy: HostCopy, back: Step, why: str) -> Iterator[None]:
+    def _failing(self, copy: HostCopy, back: Step, reason: str) -> Iterator[None]:
         """If the block fails, record that the copy is where it was. If it fails with DATA_LOSS, no
         good bytes are left, so all incarnations that refer to the copy are over."""
         try:
@@ -334,7 +334,7 @@ class Tiering:
                 yield
         except PhaseloomError as error:
             if error.info.code is Code.DATA_LOSS:
-                self.ranks.lose(copy, f"{why}: {error}")
+                self.ranks.lose(copy, f"{reason}: {error}")
             elif self.copies.records.is_known(copy):
                 self.copies.records.step(copy, back)
                 self.copies.compare_later(copy)
@@ -407,8 +407,8 @@ class VersionMoves:
 
     def ahead(self) -> list[Version]:
         """Prefetched versions and copies of slices, or those being prefetched, oldest first."""
-        known = self.versions.records.ahead()
-        return [version for version in known if version not in self.under_way]
+        prefetched = self.versions.records.ahead()
+        return [version for version in prefetched if version not in self.under_way]
 
     async def make_room(self, version: Version) -> None:
         """Free the memory of a version. Raises: ResourceError: the version stays in memory."""

@@ -56,7 +56,7 @@ class Served(Protocol):
         """Wait until the boxes are here. Raises: ResourceError: they will not arrive."""
 
 
-class Place(NamedTuple):
+class MemoryBox(NamedTuple):
     """A box in memory."""
 
     memory: memoryview
@@ -68,7 +68,7 @@ class Place(NamedTuple):
     def num_bytes(self) -> int:
         return bytes_of(self.tensor, self.box)
 
-    def of(self, box: Box) -> Place:
+    def of(self, box: Box) -> MemoryBox:
         return self._replace(box=box)
 
     def read(self) -> list[memoryview]:
@@ -96,12 +96,12 @@ class OpenPart:
     def of(cls, version: Version, memory: memoryview) -> OpenPart:
         return cls(version, memory, {slot.name: slot for slot in version.tensors})
 
-    def find(self, box: Box) -> Place:
+    def find(self, box: Box) -> MemoryBox:
         """Find the box of a tensor. Raises: CallerError: the part has no such tensor."""
         tensor = self.tensors.get(box.name) or raw_slot(box.name, len(self.memory))
         if tensor is None:
             raise CallerError(f"{box.name} is not in version {self.version.key}", field="boxes")
-        return Place(self.memory, tensor, box)
+        return MemoryBox(self.memory, tensor, box)
 
 
 class OpenParts(dict[str, OpenPart]):
@@ -113,7 +113,7 @@ class OpenParts(dict[str, OpenPart]):
         """Parts of an earlier version that both this node and the client have, by name. Each has
         the layout of the part in this version."""
 
-    def find(self, part: str, box: Box) -> Place:
+    def find(self, part: str, box: Box) -> MemoryBox:
         open_part = self.get(part)
         if open_part is None:
             raise CallerError(f"part {part!r} was not asked for", field="part")
@@ -193,9 +193,9 @@ class Fetched:
     incoming: Incoming
     memory: memoryview
 
-    def find(self, part: str, box: Box) -> Place:
+    def find(self, part: str, box: Box) -> MemoryBox:
         slice_ = self._slice_with(part, box)
-        return Place(self.memory, slot_of(slice_), relative_to(slice_, box))
+        return MemoryBox(self.memory, slot_of(slice_), relative_to(slice_, box))
 
     async def until_arrived(self, part: str, boxes: Sequence[Box]) -> None:
         for box in boxes:
