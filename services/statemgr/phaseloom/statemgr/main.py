@@ -1,4 +1,4 @@
-"""The state manager of one node: its configuration, its wiring, and its start and end."""
+"""The state manager of one node: its configuration, wiring, start and end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 _GC_THRESHOLD = 200_000
 """New objects between two runs of the garbage collector."""
 _LISTEN_AGAIN_S = 1.0
-"""Pause between two tries to listen at a port that somebody else has, in seconds."""
+"""Pause between two attempts to listen at a port that is in use."""
 
 
 class StateManagerConfig(msgspec.Struct, frozen=True):
@@ -131,9 +131,9 @@ async def serve(stop: asyncio.Event) -> None:
 
 async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     """Serve until `stop` is set. The socket file stays: the next daemon replaces it."""
-    # The layout of a large model is tens of thousands of objects at once, and none is garbage.
+    # The layout of a large model is tens of thousands of objects, none of which is garbage.
     gc.set_threshold(_GC_THRESHOLD)
-    # An extent has up to two descriptors, and a node that fetches four streams.
+    # Every extent has up to two descriptors, and each fetch four streams.
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     config.check()
@@ -201,7 +201,7 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
 
 
 def _observe(node: Node) -> None:
-    """Let every scrape of the metrics read the memory in use, and its budgets."""
+    """Have every scrape of the metrics read memory use and budgets."""
     labels = {"node": node.ledger.node}
     memory, residency = node.memory, node.records.residency
     devices = range(len(residency.device_budget_bytes))
@@ -227,7 +227,7 @@ def wire(
     checkpoint_file_bytes: int,
     nvme_budget_bytes: int,
 ) -> Parts:
-    """Build the features on a node, each with the parts that it uses.
+    """Build the features on a node, each from the parts that it uses.
 
     Args: checkpoint_files: the state directory at the checkpoint root.
     """
@@ -284,13 +284,13 @@ def wire(
 
 
 class _Addresses:
-    """The addresses at which other nodes reach this one: its own and, after a kill, the one of the
-    daemon before, which they know."""
+    """The addresses at which other nodes reach this one: its own and, after a kill, the previous
+    daemon's, which they know."""
 
     def __init__(
         self, home: Home, background: Background, server: tls.Server, host: str, port: int
     ) -> None:
-        """Raises: OSError: somebody else has the port."""
+        """Raises: OSError: the port is in use."""
         self._home = home
         self._background = background
         self._server = server
@@ -298,7 +298,6 @@ class _Addresses:
         home.endpoint = f"{host}:{self._listeners[0].getsockname()[1]}"
 
     def serve(self) -> None:
-        """Begin to serve other nodes."""
         self._serve(self._listeners[0])
 
     def close(self) -> None:
@@ -306,10 +305,8 @@ class _Addresses:
             listener.close()
 
     def add(self, endpoint: str) -> None:
-        """Serve at another endpoint too: at once where that works, or else as soon as it does.
-
-        From then on `Home.endpoint` is this one, which other nodes know.
-        """
+        """Serve at another endpoint too, at once or as soon as its port is free. `Home.endpoint` is
+        this one from then on, because other nodes know it."""
         if not self._try_to_add(endpoint):
             self._background.start(self._keep_trying(endpoint), is_endless=True)
 
@@ -342,16 +339,16 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _nvme_budget(directory: Path, budget_bytes: int | None) -> int:
-    """The budget of host copies on NVMe in bytes; the size of the disk where none is configured.
+    """The budget of host copies on NVMe; if none is configured, the size of the disk.
 
     Args:    directory: the state directory, which exists unless it could not be made.
-    Returns: 0 where the directory cannot be read.
-    Raises:  CallerError: RESOURCE_EXHAUSTED: the budget is more than the whole disk.
+    Returns: 0: the directory cannot be read.
+    Raises:  CallerError: RESOURCE_EXHAUSTED: the budget is larger than the disk.
     """
     try:
         disk = shutil.disk_usage(directory)
     except OSError:
-        # Every write there will fail by itself, saying why.
+        # Each write there will fail with its own error.
         return 0
     if budget_bytes is None:
         return disk.total

@@ -1,11 +1,11 @@
 """Serves weights versions and state files to the state managers of other nodes.
 
-The bytes are gathered from memory, or read from disk, as they are sent. The content that a stream
-opened stays while the stream lasts. Each byte crosses once to another site: the server assigns it
-to one node there, and tells the other nodes that node's name and the checksum (`assignment.py`). A
-node also serves to its peers what it has fetched, or is fetching, for its own ranks. Where client
-and server both have an earlier version, a batch that differs little is sent as a delta
-(`transfer/delta.py`).
+Bytes are gathered from memory, or read from disk, as they are sent. The content that a stream has
+opened stays available until the stream ends. Each byte crosses to another site once: the server
+assigns it to one node there, and gives the other nodes that node's name and the checksum
+(`assignment.py`). A node also serves to its peers what it has fetched, or is fetching, for its own
+ranks. If client and server both have an earlier version, a batch that differs little is sent as a
+delta (`transfer/delta.py`).
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from phaseloom.statemgr.versions.weights import Weights
 
 _MAX_PARTS = 4096
 _FEW_BYTES = 64 * 1024
-"""The average length of the memories of an answer below which they are sent in one piece."""
+"""Memories of an answer that are shorter on average are sent in one piece."""
 _WORDS_PER_TIMEOUT = 3
-"""The number of times within its timeout that a client hears that the server is still at work."""
+"""How often within its timeout a client hears that the server is still working."""
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class Server:
         home: Home,
         delta_share: float = 0.0,
     ) -> None:
-        """Args: delta_share: the largest share of a batch that a delta of it may have."""
+        """Args: delta_share: the largest useful delta, as a share of a batch."""
         self._gate = gate
         self._timeout_s = home.timeout_s
         self._ledger = ledger
@@ -75,7 +75,7 @@ class Server:
         self._delta_share = delta_share if delta.is_available() else 0.0
         self._assignments: WeakKeyDictionary[Version, defaultdict[str, Assignment]]
         self._assignments = WeakKeyDictionary()
-        """The assignments of each part, by site; they go with the part."""
+        """Assignments of each part by site. They end with the part."""
 
     async def session(self, stream: Stream) -> None:
         """Serve one stream, until the client closes it or has its only answer."""
@@ -83,13 +83,13 @@ class Server:
         async with asyncio.timeout(self._timeout_s):
             payload = await stream.receive(MAX_REQUEST_BYTES)
         while payload is not None and await self._handle_first(stream, payload):
-            # The client makes room for what was described, then opens it.
+            # After a description the client reserves memory, then opens the version.
             payload = await _next_request(stream)
 
     async def _handle_first(self, stream: Stream, payload: bytes) -> bool:
-        """Answer a first request, and those that follow where it opens something.
+        """Answer a first request, and the requests on what it opened.
 
-        Returns: whether it had a version described, after which the stream begins again.
+        Returns: whether the stream starts over, as after a description.
         """
         first: wire.First = msgspec.msgpack.decode(payload, type=wire.First)
         try:
@@ -112,7 +112,7 @@ class Server:
                     self._gate.check_files(first.ticket, first.deployment, self._ledger.node)
                     await self._ledger.until_settled(self._timeout_s)
                     keeping = self._replicator.keep(first)
-                    # A client that has left asks again, or does not need it.
+                    # A client that has left repeats the request, or no longer needs it.
                     await self._while_waiting(stream, keeping, may_cancel=True)
                     await self._send(stream, wire.FilesKept())
         except PhaseloomError as error:
@@ -160,7 +160,7 @@ class Server:
         await self._handle_requests(stream, content, {}, Peer("", ""))
 
     def _base(self, version: Version, base: wire.BaseVersion) -> Version | None:
-        """The version, or part, that a client has as its base, where it is in memory here too."""
+        """The client's base version, or part of one, if it is in memory here too."""
         key = msgspec.structs.replace(version.key, seq=base.seq)
         earlier = self._versions.records.bases_of(version)
         digest = base.digests.get(key.part)
@@ -185,7 +185,7 @@ class Server:
     ) -> None:
         """Answer requests until the client closes the stream.
 
-        Args: assignments: the chunk assignments by part, where the client is on another site.
+        Args: assignments: by part, if the client is on another site.
         """
         while (payload := await _next_request(stream)) is not None:
             request: wire.Ask = msgspec.msgpack.decode(payload, type=wire.Ask)
@@ -213,7 +213,7 @@ class Server:
         assignment: Assignment | None,
         peer: Peer,
     ) -> tuple[list[memoryview], wire.Given]:
-        """The bytes to send, and the reply that comes before them."""
+        """The bytes to send, and the reply that precedes them."""
         boxes_found = _find_boxes(content, request, is_assigned=assignment is not None)
         arriving = content.until_arrived(request.part, request.boxes)
         await self._while_waiting(stream, arriving, may_cancel=True)
@@ -232,10 +232,11 @@ class Server:
         )
 
     async def _confirm(self, stream: Stream, content: Served, name: str) -> None:
-        """Check that a part still is what was committed, after its bytes were sent.
+        """Check that a part still has its committed bytes, after they were sent.
 
-        Raises: ResourceError: the part is bad. DATA_LOSS: it may be fetched once more; UNAVAILABLE:
-                its policy makes it again. CallerError: the stream did not ask for the part.
+        Raises: ResourceError: DATA_LOSS: the part is bad, and may be fetched once more;
+                UNAVAILABLE: its policy makes it again. CallerError: the stream did not open the
+                part.
         """
         part = content.get(name) if isinstance(content, OpenParts) else None
         if part is None:
@@ -252,18 +253,18 @@ class Server:
         except PhaseloomError as error:
             if error.info.code in {Code.DATA_LOSS, Code.UNAVAILABLE}:
                 raise
-            # Whatever becomes of it here, what was sent is bad.
+            # The sent bytes are bad in any case.
             raise bad from error
         raise bad
 
     async def _while_waiting(
         self, stream: Stream, work: Awaitable[T], *, may_cancel: bool = False
     ) -> T:
-        """The result of the work; meanwhile the client hears that the work is under way.
+        """Wait for the work, and meanwhile report progress to the client.
 
-        Args:   may_cancel: whether the work is cancelled when the client is gone; else the work is
-                waited for, because it reads memory.
-        Raises: as the work; OSError, TimeoutError: the client is gone.
+        Args:   may_cancel: cancel the work if the client leaves. Otherwise wait for it, because it
+                reads memory.
+        Raises: as the work; OSError, TimeoutError: the client has left.
         """
         doing = asyncio.ensure_future(work)
         pause_s = self._timeout_s / _WORDS_PER_TIMEOUT
@@ -275,7 +276,7 @@ class Server:
                 doing.cancel()
             await asyncio.wait([doing])
             if not doing.cancelled():
-                doing.exception()  # known, though nobody is left to tell
+                doing.exception()  # retrieved, so that asyncio does not log it
             raise
         return doing.result()
 
@@ -285,8 +286,7 @@ class Server:
 
 
 async def _next_request(stream: Stream) -> bytes | None:
-    """The next request of a client, which may be silent as long as it lives; None: the client has
-    closed the stream."""
+    """The next request of a client, which may stay silent; None: it has closed the stream."""
     try:
         return await stream.receive(MAX_REQUEST_BYTES)
     except ConnectionError:
@@ -294,7 +294,7 @@ async def _next_request(stream: Stream) -> bytes | None:
 
 
 def _find_boxes(content: Served, request: wire.Give, *, is_assigned: bool) -> list[Found]:
-    """The boxes that are asked for. Raises: CallerError: they are not there, or too large."""
+    """Find the requested boxes. Raises: CallerError: they do not exist, or are too large."""
     if len(request.boxes) > MAX_BATCH_BOXES:
         raise CallerError(f"{len(request.boxes)} boxes", field="boxes")
     matches = [content.find(request.part, box) for box in request.boxes]
@@ -313,10 +313,10 @@ def _gather(
     base: OpenPart | None,
     delta_share: float,
 ) -> tuple[list[memoryview], wire.Given]:
-    """The bytes to send, and the reply before them. This takes long: run it in a thread.
+    """The bytes to send, and the reply that precedes them. Slow: run it in a thread.
 
-    Args: base: the earlier part that a delta may be of; None: the bytes go whole.
-          delta_share: the largest share of the bytes that a delta may have.
+    Args: base: the earlier part that a delta may be based on, if any.
+          delta_share: the largest useful delta, as a share of the bytes.
     """
     memories, reply = _gather_whole(request, boxes, shares)
     if len(memories) * _FEW_BYTES > sum(map(len, memories)):
@@ -355,7 +355,7 @@ def _as_delta(
     boxes: Sequence[Box],
     share: float,
 ) -> tuple[list[memoryview], wire.Given]:
-    """The same bytes as a delta of those of the base, where that has at most this share of them."""
+    """Encode the bytes as a delta, if it is at most this share of them."""
     earlier = [memory for box in boxes for memory in base.find(box).read()]
     if not earlier:
         return memories, reply

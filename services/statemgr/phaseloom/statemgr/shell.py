@@ -1,10 +1,9 @@
-"""The daemon's sessions with the node's agent and ranks: who may ask what, and which part answers.
+"""The daemon's sessions with the node's agent and ranks: authentication and dispatch.
 
-An agent proves that it knows the mesh's secret, a rank its token; nothing else is believed.
-Requests of one connection run at the same time; switches of one device are kept in order by its
-lock. Before an answer leaves, the manifest has all that the answer speaks of. After a kill of the
-daemon before, no request but those of the handover is answered until all that it held is taken
-over or given up.
+An agent proves that it knows the mesh's secret, a rank its token; nothing else is trusted. Requests
+of one connection run concurrently; device locks order the switches. Before an answer leaves, the
+manifest has everything that the answer promises. After a kill of the previous daemon, only requests
+of the handover are answered until everything that it held is taken over or given up.
 """
 
 from __future__ import annotations
@@ -102,14 +101,14 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HELLO_TIMEOUT_S = 10.0
-"""Time for a peer to prove what it is, and for a first agent to come, in seconds."""
+"""Time for a peer to prove its identity, and for the first agent to come."""
 
 Answer = tuple[StateMessage, Sequence[int]]
-"""An answer and the descriptors that go with it."""
+"""An answer and its descriptors."""
 
 
 class Session:
-    """One connection and what its peer has proved to be."""
+    """One connection, and the identity that its peer has proved."""
 
     def __init__(self, peer: Peer[StateMessage]) -> None:
         self.peer = peer
@@ -125,7 +124,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of the daemon that answer requests, each of its own subject."""
+    """The parts of the daemon that answer requests."""
 
     ledger: Ledger
     records: Records
@@ -147,13 +146,13 @@ class Parts:
     catalogue: Catalogue
     archives: Archives
     begin_handover: Callable[[str], Handover]
-    """Begins to take over the handles of this name, which the agent kept."""
+    """Starts to take over the handles of this name, which the agent kept."""
     home: Home
     disk: DiskPath
 
 
 class StateManager:
-    """Answers the agent and the ranks; `session` serves one connection. Owns no memory itself."""
+    """Answers the agent and the ranks. `session` serves one connection."""
 
     def __init__(
         self,
@@ -176,14 +175,14 @@ class StateManager:
         self._num_agents = 0
         self._handover: Handover | None = None
         self._handover_is_known = asyncio.Event()
-        """Set once the first agent has said that there is nothing to take over, or its handles have
-        been taken and the records rebuilt from them."""
+        """Set once the first agent has said that there is nothing to take over, or the records are
+        rebuilt from its handles."""
 
     async def session(self, peer: Peer[StateMessage]) -> None:
         """Serve one connection until it ends.
 
-        Raises: ResourceError: the agent left in the middle of the handover. This ends the daemon,
-                and the next one begins the handover afresh.
+        Raises: ResourceError: the agent left during the handover. This ends the daemon, and the
+                next one starts the handover again.
         """
         session = Session(peer)
 
@@ -192,10 +191,10 @@ class StateManager:
             async with self._ledger.change():
                 with error_boundary(metrics.UNFORESEEN, "request"):
                     reply, reply_fds = await self._handle(session, body, fds)
-                # Duplicated at once: while the manifest is written, the memory may be dropped, and
-                # the descriptor's number become that of somebody else's memory.
+                # Duplicated now: while the manifest is written, the memory may be dropped, and
+                # another file may get the number of its descriptor.
                 duplicates += map(os.dup, reply_fds)
-            # The caller takes duplicates of its own before the loop comes to the next call.
+            # The caller duplicates them before the loop runs this.
             asyncio.get_running_loop().call_soon(close_fds, duplicates)
             return reply, duplicates
 
@@ -251,8 +250,8 @@ class StateManager:
         return answer or Done(), ()
 
     async def _greet(self, session: Session, body: StateMessage) -> StateMessage | None:
-        """Answer a message that may come before the node is settled: a hello, or a part of the
-        handover; None: it is another message."""
+        """Answer a hello or a part of the handover, which may come before the node is settled;
+        None: it is another message."""
         match body:
             case AgentHello():
                 return self._greet_agent(session, body)
@@ -288,7 +287,7 @@ class StateManager:
     async def _finish_handover(self, session: Session, handover: Handover) -> HandoverFinished:
         endpoint = await handover.restore(session.peer)
         if endpoint not in {"", self._parts.home.endpoint}:
-            # Other nodes know the endpoint of the daemon before.
+            # Other nodes know the previous daemon's endpoint.
             self._serve_versions_at(endpoint)
         self._handover_is_known.set()
         lost = await handover.finish(self._resume_timeout_s)
@@ -299,7 +298,7 @@ class StateManager:
         return HandoverFinished(lost)
 
     async def _settle(self) -> None:
-        # Before anything can be demoted to where files are removed.
+        # Before anything can be demoted, because the sweep removes unknown files.
         await self._parts.tiering.sweep()
         self._ledger.settled.set()
 
@@ -314,7 +313,7 @@ class StateManager:
         await self._until_handover_known()
         if self._handover is None or session.greeted.done():
             raise _denied("nothing was taken over, or the second hello")
-        # Verifying a large host copy may take longer than a hello may.
+        # Verifying a large host copy may take longer than the hello timeout.
         session.greet()
         self._enter(session, await self._handover.resume(message))
         return Done()
@@ -338,7 +337,7 @@ class StateManager:
         session.greet()
 
     def _calls_of_agents(self) -> dict[type, Callable[[Any], Awaitable[StateMessage | None]]]:
-        """The part that answers each message of an agent; None is answered by `Done`."""
+        """The handler of each message of an agent. None is answered by `Done`."""
         parts, catalogue = self._parts, self._parts.catalogue
         return {
             RegisterWpg: self._register_wpg,
@@ -363,7 +362,7 @@ class StateManager:
     def _calls_of_ranks(
         self,
     ) -> dict[type, Callable[[Rank, Any], Awaitable[Answer | StateMessage | None]]]:
-        """The part that answers each message of a rank; None is answered by `Done`."""
+        """The handler of each message of a rank. None is answered by `Done`."""
         parts, memory = self._parts, self._parts.rank_memory
         publishing, exporter, catalogue = parts.publishing, parts.exporter, parts.catalogue
         return {
@@ -417,7 +416,7 @@ class StateManager:
             return answer
         version = self._records.versions.find(body.version)
         assert version is not None
-        # A part is never a host copy: a rank that reads one needs memory for its next copy.
+        # A part cannot be a host copy, so its reader needs memory for its next copy.
         copied = None if version.key.part else version
         with self._parts.versions.using(version):
             await self._parts.frozen.make_room(rank, copied)
@@ -489,7 +488,7 @@ def _is_leader_only(body: StateMessage) -> bool:
 
 
 def _in_thread(work: Callable[..., T]) -> Callable[..., Awaitable[T]]:
-    """Blocking work as a call that others are answered beside."""
+    """Run blocking work in a thread, so that other requests are answered meanwhile."""
     return lambda *args: asyncio.to_thread(work, *args)
 
 

@@ -1,6 +1,6 @@
-"""Assembles whole tensors from the slices that ranks hold, as runs of bytes.
+"""Assembles whole tensors from the slices that ranks hold, as runs of bytes. Pure.
 
-A slice is a box of the whole tensor; a replica is the same box on another rank. Pure.
+A slice is a box of the whole tensor. A replica is the same box on another rank.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from phaseloom.statemgr.transfer.tensorslices import Box, subtract
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Bytes that lie together in the whole tensor and in a rank's memory."""
+    """Bytes that are contiguous in the whole tensor and in a rank's memory."""
 
     whole_offset: int
-    """The offset from the tensor's first byte."""
+    """Offset in the whole tensor."""
     rank: int
     offset: int
-    """The offset in the rank's memory."""
+    """Offset in the rank's memory."""
     num_bytes: int
 
 
@@ -38,14 +38,14 @@ class WholeTensor:
     dtype: str
     shape: tuple[int, ...]
     slices: list[tuple[int, TensorSlot]]
-    """The slices, each as (rank that holds it, its slot there)."""
+    """As (rank that holds the slice, its slot there)."""
 
     @property
     def num_bytes(self) -> int:
         return tensor_bytes(self.dtype, self.shape)
 
     def runs(self) -> Iterator[Run]:
-        """The runs of the tensor, from its first byte to its last."""
+        """The runs of the tensor, in order."""
         if len(self.slices) == 1:
             return slot_runs(*self.slices[0])
         runs_by_slice = [slot_runs(rank, slot) for rank, slot in self.slices]
@@ -57,10 +57,10 @@ def global_shape(slot: TensorSlot) -> tuple[int, ...]:
 
 
 def assemble(ranks: Sequence[Sequence[TensorSlot]]) -> list[WholeTensor]:
-    """All whole tensors of a deployment, sorted by name.
+    """Assemble all whole tensors of a deployment, sorted by name.
 
     Args:   ranks: the slots that each rank holds.
-    Raises: CallerError: the slices of a tensor do not make a whole, or contradict one another.
+    Raises: CallerError: the slices of a tensor are incomplete or contradict one another.
     """
     slices_of: dict[str, list[tuple[int, TensorSlot]]] = {}
     for rank, slots in enumerate(ranks):
@@ -91,8 +91,8 @@ def _assemble(name: str, slices: list[tuple[int, TensorSlot]]) -> WholeTensor:
 
 
 def is_sound(slot: TensorSlot) -> bool:
-    """Whether a slot is a box inside the whole tensor, and has as many bytes as that box: which
-    memory is read and written follows from the slot."""
+    """Whether a slot is a box inside the whole tensor and has as many bytes as that box. Memory
+    access relies on it."""
     if bool(slot.global_shape) != bool(slot.start):
         return False
     shape = global_shape(slot)

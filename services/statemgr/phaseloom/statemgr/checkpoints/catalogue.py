@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 class Catalogue:
-    """Answers requests about the checkpoints under the root, whichever node wrote them."""
+    """Answers requests about all checkpoints under the root, whichever node wrote them."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
@@ -138,7 +138,7 @@ class Catalogue:
 
 
 def files_of(directory: Path) -> Iterator[Path]:
-    """The files of a checkpoint, sorted, without links to files elsewhere. Raises: OSError."""
+    """The files of a checkpoint, sorted, without links to other files. Raises: OSError."""
     for place, directories, names in os.walk(directory, onerror=_raise):
         directories.sort()
         for name in sorted(names):
@@ -159,7 +159,7 @@ def saved_s(directory: Path) -> float:
 
 
 def _described(directory: Path, *, with_files: bool = False) -> SavedCheckpoint | None:
-    """The description of a checkpoint; None: the directory is none, or not any more. Blocking."""
+    """Describe a checkpoint; None: the directory is no checkpoint, or was removed. Blocking."""
     job, deployment, name = directory.parts[-3:]
     try:
         files = {
@@ -184,7 +184,7 @@ def _described(directory: Path, *, with_files: bool = False) -> SavedCheckpoint 
 
 
 PART_BYTES = 2**20
-"""The most bytes of one answer."""
+"""Most bytes in one answer."""
 IDLE_S = 60.0
 MAX_OPEN = 64
 _BLOCK_BYTES = tarfile.BLOCKSIZE
@@ -192,7 +192,7 @@ _BLOCK_BYTES = tarfile.BLOCKSIZE
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Bytes of a tar file that are in memory, or the content of an open file."""
+    """Bytes of a tar file: in memory, or the content of an open file."""
 
     start: int
     num_bytes: int
@@ -217,7 +217,7 @@ class _Archive:
         return self.pieces[-1].start + self.pieces[-1].num_bytes
 
     def read(self, offset: int) -> bytes:
-        """The bytes from an offset on; blocking. Raises: OSError, EOFError."""
+        """The bytes from an offset on. Blocking. Raises: OSError, EOFError."""
         parts: list[bytes] = []
         remaining = min(PART_BYTES, self.num_bytes - offset)
         number = bisect_right(self.pieces, offset, key=lambda piece: piece.start) - 1

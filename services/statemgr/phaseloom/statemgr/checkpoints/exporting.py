@@ -65,7 +65,7 @@ class NodeParts:
         self._directory = directory
 
     def is_written(self, snapshot: Snapshot) -> bool:
-        """Whether this node's part of another node's checkpoint is on disk, and of the snapshot's
+        """Whether this node's part of another node's checkpoint is on disk, from the snapshot's
         incarnation.
 
         Args: snapshot: its `parts` may be empty.
@@ -88,7 +88,7 @@ class NodeParts:
         self._directory.write(self._own(snapshot), header, memories, cancelled)
 
     def find(self, snapshot: Snapshot) -> list[SectionRef]:
-        """The places of the states of the other nodes' ranks.
+        """The states of the other nodes' ranks.
 
         Raises: CallerError: FAILED_PRECONDITION: a node's part is not under this root.
                 ResourceError: DATA_LOSS: a part is bad.
@@ -109,41 +109,41 @@ class NodeParts:
         return refs
 
     def discard(self, snapshot: Snapshot) -> None:
-        """Remove the parts of the other nodes, which nobody needs any more."""
+        """Remove the parts of the other nodes, which are no longer needed."""
         place = self._checkpoints.directory(snapshot.key, snapshot.name).parent
         self._directory.discard(*place.glob(f"{_prefix(snapshot)}-*.part"))
 
     def forget(self, key: DeploymentKey) -> None:
-        """Remove the parts that this node has left for checkpoints of a deployment that is gone."""
+        """Remove this node's parts of checkpoints of a deployment that has ended."""
         if self._checkpoints.root is not None:
             place = self._checkpoints.directory(key, "any").parent
             self._directory.discard(*place.glob(f".*.{self._checkpoints.node}.part"))
 
     def _own(self, snapshot: Snapshot) -> Path:
-        """The path of the file with the states of this node's ranks."""
+        """The file with the states of this node's ranks."""
         directory = self._checkpoints.directory(snapshot.key, snapshot.name)
         begin = _beginning(snapshot, snapshot.rank_offset)
         return directory.with_name(f"{begin}.{self._checkpoints.node}.part")
 
 
 def _prefix(snapshot: Snapshot) -> str:
-    """The beginning of the names of all files for an operation's checkpoint."""
+    """Prefix of the names of all files for an operation's checkpoint."""
     digits = blake3(snapshot.operation.encode()).hexdigest()[:_OPERATION_DIGITS]
     return f".{snapshot.name}.{digits}"
 
 
 def _beginning(snapshot: Snapshot, rank: int) -> str:
-    """The beginning of the name of the file with the states of a node's ranks, from `rank` on."""
+    """Prefix of the name of the file with the states of a node's ranks, from `rank` on."""
     return f"{_prefix(snapshot)}-{snapshot.incarnation:d}-{rank:d}"
 
 
 MAX_OPERATION_CHARS = 200
-"""The longest id of an operation, in characters: the id is in the node's manifest and in a file."""
+"""Longest id of an operation: it is in the node's manifest and in a file."""
 
 
 @dataclass(slots=True)
 class _Write:
-    """A snapshot on its way to disk."""
+    """A snapshot that is being written to disk."""
 
     snapshot: Snapshot
     cancelled: threading.Event
@@ -167,7 +167,7 @@ class Exporter:
         file_bytes: int,
     ) -> None:
         """Args: directory: the state directory at the checkpoint root. file_bytes: the most bytes
-        of a file of a checkpoint, unless one tensor is larger."""
+        in one file of a checkpoint, unless one tensor is larger."""
         self._ledger = ledger
         self._background = background
         self._snapshots = snapshots
@@ -177,17 +177,17 @@ class Exporter:
         self._staging = staging
         self._file_bytes = file_bytes
         self._numbering = asyncio.Lock()
-        """Held from the choice of a checkpoint's number to its commit, so that no two checkpoints
-        have the same number."""
+        """Held from the choice of a checkpoint's number to its commit, so that numbers are
+        unique."""
         self._writes: dict[tuple[DeploymentKey, str], _Write] = {}
         self._locks: defaultdict[DeploymentKey, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """The lock of each deployment: one snapshot, or one begin of a write, at a time."""
+        """Per deployment: only one snapshot, or start of a write, at a time."""
 
     async def take_snapshot(self, rank: Rank, request: TakeSnapshot) -> SnapshotTaken:
-        """Copy every rank's state into a snapshot. Do nothing where this operation's snapshot is
-        taken, or its checkpoint is written.
+        """Copy every rank's state into a snapshot. Does nothing if this operation's snapshot
+        exists, or its checkpoint is written.
 
-        Raises: CallerError: ALREADY_EXISTS: the checkpoint is another operation's;
+        Raises: CallerError: ALREADY_EXISTS: the checkpoint belongs to another operation;
                 FAILED_PRECONDITION: another seq was applied last. ResourceError: no host memory,
                 with the numbers; a rank is lost.
         """
@@ -223,25 +223,24 @@ class Exporter:
     async def _written_by(
         self, key: DeploymentKey, request: TakeSnapshot | WriteCheckpoint
     ) -> Marker | None:
-        """As `Checkpoints.written_by`, for the operation of a request."""
         saved = request.operation, key, request.name
         written_by = self._checkpoints.written_by
         return await asyncio.to_thread(written_by, *saved, overwrite=request.overwrite)
 
     def _has_snapshot(self, wpg: Wpg, operation: str) -> bool:
-        """Whether the operation's snapshot need not be taken again. Where a deployment is on
-        several nodes, each incarnation has a snapshot of its own on all of them: two incarnations
-        may differ in bits, and only some nodes may have the snapshot of the first."""
+        """Whether the operation has a usable snapshot. If a deployment is on several nodes, each
+        incarnation takes its own on all of them: two incarnations may differ in bits, and only some
+        nodes may have the first one's snapshot."""
         snapshot = self._snapshots.get((wpg.key, operation))
         return snapshot is not None and (
             snapshot.is_whole or snapshot.incarnation == wpg.incarnation
         )
 
     async def write(self, rank: Rank, request: WriteCheckpoint) -> CheckpointWritten:
-        """Write the operation's snapshot to disk; the write goes on where the caller is gone.
+        """Write the operation's snapshot to disk. The write continues if the caller leaves.
         Idempotent.
 
-        Raises: CallerError: ALREADY_EXISTS: the name is another operation's. ResourceError:
+        Raises: CallerError: ALREADY_EXISTS: the name belongs to another operation. ResourceError:
                 ABORTED: there is no such snapshot; RESOURCE_EXHAUSTED: the disk is full, and
                 nothing of the checkpoint is left behind.
         """
@@ -323,7 +322,7 @@ class Exporter:
 
     @asynccontextmanager
     async def _of_other_nodes(self, snapshot: Snapshot) -> AsyncIterator[list[StagedState]]:
-        """The states of other nodes' ranks, which rank 0's node needs to make whole tensors; empty
+        """The states of other nodes' ranks, which rank 0's node needs to make whole tensors. Empty
         on other nodes."""
         refs: list[SectionRef] = []
         if not snapshot.is_whole and not snapshot.rank_offset:
@@ -384,8 +383,7 @@ class Exporter:
         request: WriteCheckpoint,
         cancelled: threading.Event,
     ) -> Written:
-        """Write the draft of a checkpoint, then verify the states that were written. Blocking: call
-        it in a thread."""
+        """Write the draft of a checkpoint, then verify the states that were written. Blocking."""
         written = write_state(
             self._directory.disk,
             self._checkpoints.begin(snapshot.key, snapshot.name),
@@ -395,12 +393,13 @@ class Exporter:
             cancelled=cancelled,
             companions=request.companions,
         )
-        # All states were read by now: a state that is still whole was whole when it was read.
+        # All states have been read: one that is still whole now was whole then.
         check(snapshot.key, staged)
         return written
 
     def abandon(self) -> None:
-        """Free the snapshots that are not being written: the agent that would ask is gone."""
+        """Free the snapshots that are not being written, because the agent that would request it
+        has left."""
         for snapshot in [*self._snapshots.values()]:
             if (snapshot.key, snapshot.operation) not in self._writes:
                 self._staging.free(snapshot)

@@ -1,12 +1,12 @@
-"""Checkpoints on disk: a directory appears whole, and says which operation wrote it.
+"""Checkpoints on disk: directories that appear whole, and record which operation wrote them.
 
 A checkpoint is the directory `<root>/<tenant>/<job>/<deployment>/<name>`. While it is being written
-it is a draft, `.<name>.<node>.draft`: other nodes may have the same root. The daemon may die after
-the rename and before it answers; the operation then comes again, finds its own work done and gets
-the same answer. What takes a name away, or needs all files under it, holds the deployment's lock,
+it is a draft, `.<name>.<node>.draft`, because other nodes may have the same root. If the daemon
+dies between the rename and its answer, the operation comes again, finds its work done and gets the
+same answer. Code that removes a name, or needs all files under it, holds the deployment's lock,
 `<root>/<tenant>/<job>/.<deployment>.lock`.
 
-Blocking: call it in a thread, so that nothing else comes between a file, its fsync and the rename.
+Blocking: call it in a thread, so that file, fsync and rename are not interleaved with other work.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from phaseloom.statemgr.disk.files import sync_directory
 log = logging.getLogger(__name__)
 
 EXPIRY_FILE = "expires"
-"""The file with the time at which a checkpoint expires, in Unix seconds; without it the checkpoint
-is kept."""
+"""Has the time at which a checkpoint expires, in Unix seconds. Without it the checkpoint is
+kept."""
 _REPLACED, _GONE = "replaced", "gone"
 """The reasons why a directory has no name any more."""
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
@@ -47,7 +47,7 @@ _TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
     root: Path | None
-    """The directory of all checkpoints; None: no directory is configured."""
+    """The directory of all checkpoints; None: not configured."""
     node: NodeId
 
     def directory(self, key: DeploymentKey, name: str) -> Path:
@@ -63,7 +63,7 @@ class Checkpoints:
         return place / check_name(name, "args.name")
 
     def existing(self, key: DeploymentKey, name: str) -> Path:
-        """The directory of a checkpoint that exists. Raises: CallerError: NOT_FOUND, a bad name."""
+        """The directory of an existing checkpoint. Raises: CallerError: NOT_FOUND; a bad name."""
         directory = self.directory(key, name)
         if not directory.is_dir():
             raise not_found(name)
@@ -72,9 +72,9 @@ class Checkpoints:
     def written_by(
         self, operation: str, key: DeploymentKey, name: str, *, overwrite: bool = False
     ) -> Marker | None:
-        """The marker of a checkpoint that this operation wrote; None: the name can be taken.
+        """The marker of a checkpoint that this operation wrote; None: the name is available.
 
-        Args:   overwrite: whether the name can be taken from another operation.
+        Args:   overwrite: whether the name of another operation's checkpoint is available.
         Raises: CallerError: ALREADY_EXISTS: another operation wrote the checkpoint; a bad name.
         """
         directory = self.directory(key, name)
@@ -88,7 +88,7 @@ class Checkpoints:
         return None
 
     def begin(self, key: DeploymentKey, name: str) -> Path:
-        """Make an empty draft; an earlier draft is removed."""
+        """Make an empty draft, replacing an earlier one."""
         draft = self._draft(key, name)
         with writing():
             shutil.rmtree(draft, ignore_errors=True)
@@ -106,9 +106,9 @@ class Checkpoints:
     ) -> None:
         """Give a draft the name of its checkpoint. The files are on disk already, each fsynced.
 
-        If the daemon is killed before the new checkpoint has its name, the one before gets it back.
+        If the daemon is killed before the new checkpoint has its name, the old one gets it back.
 
-        Args:   ttl_s, overwrite: as in `SaveState`.
+        Args:   ttl_s, overwrite: see `SaveState`.
         Raises: CallerError: ALREADY_EXISTS: a checkpoint has the name. ResourceError: the disk is
                 full, or fails.
         """
@@ -149,10 +149,10 @@ class Checkpoints:
         return 1 + max((marker.number for _, marker in self._markers(key)), default=0)
 
     def prune(self, key: DeploymentKey, keep: int, needed: set[str]) -> list[str]:
-        """Remove old checkpoints. Of those that may go, the newest `keep` stay, and so do those
-        that are needed.
+        """Remove old checkpoints, except the newest `keep` of those that may be removed, and the
+        needed ones.
 
-        Returns: the names that were removed.
+        Returns: the removed names.
         Raises:  OSError.
         """
         removed = superseded(self._markers(key), keep, needed)
@@ -161,9 +161,9 @@ class Checkpoints:
         return removed
 
     def remove(self, key: DeploymentKey, name: str, *, if_expired: bool = False) -> int:
-        """Remove a checkpoint: it loses its name first, so that it is never loaded in part.
+        """Remove a checkpoint. It loses its name first, so that it is never loaded in part.
 
-        Args:    if_expired: remove it only where its time to live is over.
+        Args:    if_expired: remove it only if its time to live has passed.
         Returns: the bytes of its files; 0: there was none.
         Raises:  CallerError: a bad name. OSError.
         """
@@ -196,7 +196,7 @@ class Checkpoints:
             sync_directory(directory)
 
     def expired(self) -> list[tuple[DeploymentKey, str]]:
-        """The checkpoints whose time to live is over."""
+        """The checkpoints whose time to live has passed."""
         expired = []
         for path in self.root.glob(f"*/*/*/*/{EXPIRY_FILE}") if self.root is not None else ():
             *_, tenant, job, deployment, name = path.parent.parts
@@ -206,7 +206,7 @@ class Checkpoints:
 
     @contextmanager
     def locked_if_there(self, key: DeploymentKey, name: str) -> Iterator[None]:
-        """Hold the lock of a deployment that has this checkpoint, which keeps its name meanwhile.
+        """Lock the deployment so that this checkpoint cannot be renamed or removed.
 
         Raises: CallerError: NOT_FOUND; a bad name. OSError.
         """
@@ -220,8 +220,8 @@ class Checkpoints:
 
     @contextmanager
     def locked(self, *keys: DeploymentKey) -> Iterator[None]:
-        """Hold the locks of deployments, against all nodes: none of their checkpoints loses its
-        name meanwhile. Blocking: call it in a thread. Raises: OSError."""
+        """Lock deployments against all nodes, so that none of their checkpoints is renamed or
+        removed. Blocking. Raises: OSError."""
         with ExitStack() as locks:
             for key in sorted({*keys}):
                 path = self.directory(key, "any").parent
@@ -234,22 +234,22 @@ class Checkpoints:
             yield
 
     def sweep(self) -> None:
-        """Remove the drafts that an earlier daemon of this node left. A checkpoint that it was
-        replacing gets its name back, unless the new one has the name."""
+        """Remove the drafts that an earlier daemon of this node left. A checkpoint that was being
+        replaced gets its name back, unless the new one has it."""
         if self.root is None:
             return
         for draft in self.root.glob(f"*/*/*/.*.{self.node}.draft"):
             _, name, *reason, _, _ = draft.name.split(".")
             if reason == [_REPLACED]:
-                with suppress(OSError):  # the other one has the name
+                with suppress(OSError):  # the new one has the name
                     draft.rename(draft.with_name(name))
             shutil.rmtree(draft, ignore_errors=True)
         for draft in self.root.glob(f"*/*/.*.loaded/*.{self.node}.draft"):
             shutil.rmtree(draft, ignore_errors=True)
 
     def _draft(self, key: DeploymentKey, name: str, reason: str = "") -> Path:
-        """The path of a directory without a name. Args: why: why it has no name any more; empty: it
-        has none yet."""
+        """The path of a nameless directory. Args: reason: why it lost its name; empty: it has none
+        yet."""
         stem = f"{name}.{reason}" if reason else name
         return self.directory(key, name).with_name(f".{stem}.{self.node}.draft")
 
@@ -261,7 +261,7 @@ class Checkpoints:
 
 
 def marker_of(directory: Path) -> Marker | None:
-    """The marker of a checkpoint; None: it has none. Raises: OSError; ValueError: a bad marker."""
+    """The marker of a checkpoint, if any. Raises: OSError; ValueError: a bad marker."""
     try:
         return decode_marker((directory / MARKER_FILE).read_bytes())
     except FileNotFoundError:
@@ -269,7 +269,7 @@ def marker_of(directory: Path) -> Marker | None:
 
 
 def readable_marker(directory: Path) -> Marker | None:
-    """The marker of a checkpoint; None: it has none, or one that cannot be read."""
+    """The marker of a checkpoint; None: there is none, or it cannot be read."""
     try:
         return marker_of(directory)
     except (OSError, ValueError):
@@ -311,7 +311,7 @@ def name_taken(name: str) -> CallerError:
 
 
 def writing() -> AbstractContextManager[None]:
-    """Turn an OSError of a write into a typed error. Raises: as `disk.files.writing`."""
+    """Convert an OSError of a write into a typed error. Raises: as `disk.files.writing`."""
     return files.writing(
         "the checkpoint",
         "free space under the checkpoint root, or save with a `keep`",

@@ -1,8 +1,8 @@
 """Loads a checkpoint that `shards.py` or another program wrote, into ranks of any layout.
 
-Only the blocks of a file that hold bytes of the wanted tensors are read. Each block is verified,
-where `shards.py` wrote the file. The states of all ranks are read into staging buffers and verified
-before the first rank is changed. A rank without state is filled directly.
+Only the blocks that hold bytes of the needed tensors are read. Blocks that `shards.py` wrote are
+verified. The states of all ranks are read into staging buffers and verified before the first rank
+is changed. A rank without state is filled directly.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Loader:
     memory: HostMemory
 
     async def read(self, rank: Rank, request: ReadCheckpoint) -> CheckpointRead:
-        """Load a checkpoint: for a rank that has no state yet into that rank, else, asked by the
-        leader, into all ranks. Raises: as `ReadCheckpoint` says."""
+        """Load a checkpoint: into a rank that has no state yet or, at the leader's request, into
+        all ranks. Raises: see `ReadCheckpoint`."""
         wpg = rank.wpg
         key = parse_source(wpg.key, request.source)
         if not request.load:
@@ -128,7 +128,7 @@ class Loader:
         return CheckpointRead(sha256)
 
     async def open_saved(self, rank: Rank, request: OpenSaved) -> SavedOpened:
-        """Describe the weights of a checkpoint. Raises: as `OpenSaved` says."""
+        """Describe the weights of a checkpoint. Raises: see `OpenSaved`."""
         saved = await self._saved(rank, request.source, request.name)
         config = ""
         if saved.is_adapter:
@@ -138,7 +138,7 @@ class Loader:
         return SavedOpened(saved.identity, operation, tensors, config)
 
     async def read_saved(self, rank: Rank, request: ReadSaved) -> SavedRead:
-        """Read a part of a checkpoint's weights. Raises: as `ReadSaved` says."""
+        """Read a part of a checkpoint's weights. Raises: see `ReadSaved`."""
         if not 0 < request.num_bytes <= MAX_READ_BYTES or request.start < 0:
             label = f"{request.num_bytes} bytes from {request.start}"
             raise CallerError(label, field="num_bytes", remedy=f"read at most {MAX_READ_BYTES}")
@@ -152,7 +152,7 @@ class Loader:
         return SavedRead(bytes(memory))
 
     async def _saved(self, rank: Rank, source: str, name: str) -> SavedState:
-        """The weights of a checkpoint. Raises: CallerError: NOT_FOUND. ResourceError: DATA_LOSS."""
+        """Raises: CallerError: NOT_FOUND. ResourceError: DATA_LOSS."""
         key = parse_source(rank.wpg.key, source)
 
         def opened() -> SavedState:
@@ -162,7 +162,7 @@ class Loader:
         try:
             return await asyncio.to_thread(opened)
         except ResourceError:
-            # Another one may have taken its place, or it was deleted, while its files were opened.
+            # It may have been replaced or deleted while its files were opened.
             return await asyncio.to_thread(opened)
 
     async def _fill(self, rank: Rank, saved: SavedState) -> str:
@@ -175,8 +175,8 @@ class Loader:
         return digest
 
     async def _load(self, wpg: Wpg, extents: list[int], digests: list[str]) -> None:
-        """Have all ranks load their staged states. Where one fails, the incarnation is over: nobody
-        knows what the other ranks hold."""
+        """Have all ranks load their staged states. If one fails, the incarnation is over, because
+        nobody knows what the other ranks hold."""
         sources = dict(zip(wpg.ranks, zip(extents, digests, strict=True), strict=True))
 
         async def load(rank: Rank) -> None:
@@ -198,7 +198,7 @@ class Loader:
 async def _filled(saved: SavedState, memories: dict[Rank, memoryview]) -> list[str]:
     """Fill the memories of ranks from a checkpoint. Returns: the digest of each.
 
-    Raises: ResourceError: the first failure, once no thread fills memory any more.
+    Raises: ResourceError: the first failure, after all threads have ended.
     """
     fills = [asyncio.to_thread(_fill, saved, rank, m) for rank, m in memories.items()]
     digests = []
@@ -210,7 +210,7 @@ async def _filled(saved: SavedState, memories: dict[Rank, memoryview]) -> list[s
 
 
 def _fill(saved: SavedState, rank: Rank, memory: memoryview) -> str:
-    """Fill the memory of a rank. Returns: the memory's digest. Blocking: call it in a thread."""
+    """Fill the memory of a rank. Returns: its digest. Blocking: call it in a thread."""
     saved.fill(rank.tensors, memory)
     return digest_of(memory)
 
@@ -220,20 +220,18 @@ class _File:
     path: Path
     num_bytes: int
     sums: FileSums | None
-    """The checksums of the file's blocks; None: another program wrote the file."""
+    """Checksums of the file's blocks; None: another program wrote the file."""
     entries: list[Entry] = field(default_factory=list)
 
 
 class SavedState:
-    """An open checkpoint, whose index and headers are read and verified.
-
-    Blocking: call it in a thread.
-    """
+    """An open checkpoint, whose index and headers are read and verified. Blocking: call it in a
+    thread."""
 
     def __init__(self, disk: Disk, directory: Path, *, has_training: bool) -> None:
         """Open a checkpoint.
 
-        Args:   has_training: whether to look for training state; else there is none.
+        Args:   has_training: whether to look for training state.
         Raises: ResourceError: DATA_LOSS, naming the file. CallerError: it holds no model.
         """
         self._disk = disk
@@ -257,17 +255,18 @@ class SavedState:
 
     @cached_property
     def identity(self) -> str:
-        """Names the checkpoint's files and no others."""
+        """Identifies exactly this checkpoint's files."""
         if self.marker is not None:
             return self.marker.operation_id
-        # Nothing else tells the files of another program from those that take their place.
+        # Files of another program can only be told from their replacements by size and time.
         stats = sorted((path.name, path.stat()) for path in self._directory.iterdir())
         described = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         return f"files-{blake3(repr(described).encode()).hexdigest()[:16]}"
 
     @property
     def weights(self) -> list[TensorSlot]:
-        """The whole tensors of its weights, one behind the other in the order of their names."""
+        """The whole tensors of its weights, laid out one after the other in the order of their
+        names."""
         slots, end = [], 0
         for name, (_, entry) in sorted(self._weights.items()):
             slots.append(
@@ -281,9 +280,10 @@ class SavedState:
         return self._small(self._directory / ADAPTER_CONFIG_FILE).decode(errors="replace")
 
     def read(self, slots: Iterable[TensorSlot], start: int, memory: memoryview) -> None:
-        """Put a part of a layout of its weights into memory, verified.
+        """Read a part of a layout of its weights into memory, verified.
 
-        Args:   slots: the layout. start: where the part begins in it.
+        Args:   slots: the layout.
+                start: where the part begins in the layout.
         Raises: ResourceError: DATA_LOSS.
         """
         end = start + len(memory)
@@ -303,9 +303,9 @@ class SavedState:
             self._fill_from(self._files[name], pieces, buffers)
 
     def check_fits(self, slots: Iterable[TensorSlot], *, are_all: bool = True) -> None:
-        """Check that the checkpoint is of the model whose tensors these are.
+        """Check that the checkpoint is of the model that has these tensors.
 
-        Args:   are_all: whether they are of all its tensors; else it may have others.
+        Args:   are_all: whether they are all of its tensors.
         Raises: CallerError: FAILED_PRECONDITION: it is of another model, or a slot is unsound.
         """
         all_slots = list(slots)
@@ -328,9 +328,9 @@ class SavedState:
             _check_same(TRAINING, self._training, training)
 
     def fill(self, slots: Iterable[TensorSlot], memory: memoryview) -> None:
-        """Put a rank's slices where they belong in its memory; all other memory becomes zeroes.
+        """Write a rank's slices to their places in its memory, and zeroes everywhere else.
 
-        Training state becomes zeroes, too, where the checkpoint has none.
+        Training state becomes zeroes if the checkpoint has none.
         """
         pieces_by_file: dict[str, list[Piece]] = {}
         for slot in slots:
@@ -377,7 +377,7 @@ class SavedState:
         blocks: tuple[int, int],
         buffer: memoryview,
     ) -> None:
-        """Fill a buffer with verified blocks. The buffer begins at offset `start` of the file.
+        """Fill a buffer, which begins at offset `start` of the file, with verified blocks.
 
         Args: blocks: (offset of the first block, offset after the last), in the file.
         """
@@ -406,8 +406,8 @@ class SavedState:
             yield opened
 
     def _tensors(self, stem: str) -> dict[str, tuple[str, Entry]]:
-        """The file of each tensor and its entry there, by the tensor's name; empty: the checkpoint
-        has no files with this stem."""
+        """The file of each tensor and its entry there, by the tensor's name; empty: there are no
+        files with this stem."""
         single = f"{stem}.safetensors"
         index = self._directory / index_name(stem)
         if self._has(single):
@@ -508,7 +508,7 @@ def _check_same(
 
 
 def _span(start: int, pieces: list[Piece]) -> tuple[int, int]:
-    """The blocks that hold the pieces of a chunk: (offset of the first, offset after the last)."""
+    """The blocks with the pieces of a chunk: (offset of the first, offset after the last)."""
     first = pieces[0].file_offset // BLOCK_BYTES * BLOCK_BYTES
     last = max(piece.end for piece in pieces)
     return first, min(-(-last // BLOCK_BYTES) * BLOCK_BYTES, start + CHUNK_BYTES)

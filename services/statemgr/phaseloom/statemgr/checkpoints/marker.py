@@ -1,4 +1,4 @@
-"""The marker beside a checkpoint's tensors: which operation wrote it, and its files' checksums."""
+"""The marker of a checkpoint: which operation wrote it, and its files' checksums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FileSums(msgspec.Struct, frozen=True):
     num_bytes: int
     block_bytes: int
     blocks: str
-    """The xxh3-64 of each block of the file, in hex, one after the other."""
+    """The xxh3-64 of each block of the file, in hex, concatenated."""
 
     def of_block(self, number: int) -> bytes:
         digits = 2 * CHECKSUM_BYTES
@@ -42,19 +42,19 @@ class Marker(msgspec.Struct, frozen=True):
     seq: int
     """The seq of the last mutating operation in the checkpoint."""
     number: int
-    """The number of the checkpoint: a later one of the deployment has a higher number."""
+    """Increases with each checkpoint of the deployment."""
     keep: int
-    """The `keep` of the `save_state`; 0: the checkpoint stays, whatever is saved after it."""
+    """The `keep` of the `save_state`; 0: later saves never remove the checkpoint."""
     files: dict[str, FileSums]
 
     def encode(self) -> bytes:
-        """The content of the file: JSON whose last field is a checksum of all before it."""
+        """Encode as JSON whose last field is a checksum of everything before it."""
         body = msgspec.json.encode(self)
         return body[:-1] + _signature(body)
 
 
 def decode_marker(text: bytes) -> Marker:
-    """The marker in the text of a file.
+    """Decode a marker file.
 
     Raises: ValueError: the text is no marker, or its checksum does not match.
     """
@@ -76,9 +76,9 @@ def _signature(body: bytes) -> bytes:
 
 
 def superseded(markers: Iterable[tuple[str, Marker]], keep: int, needed: set[str]) -> list[str]:
-    """The names of the checkpoints to remove, so that of those that may go the newest `keep` stay.
+    """The checkpoints to remove so that only the newest `keep` of the removable ones stay.
 
-    Args: markers: (name, marker) of each checkpoint; those with a `keep` of 0 may not go.
+    Args: markers: (name, marker) of each checkpoint; those with a `keep` of 0 are not removable.
           needed: names that stay in any case; they count among the newest.
     """
     may_go = [(marker.number, name) for name, marker in markers if marker.keep]

@@ -1,10 +1,10 @@
-"""Pins: a deployment can read again what it has loaded, whatever becomes of the checkpoint.
+"""Pins: a deployment can read again what it has loaded, even if the checkpoint is gone.
 
-A rebuild may have to run a `load_state` again, to the same bits, after the checkpoint was deleted,
+A rebuild may have to repeat a `load_state` with the same bits after the checkpoint was deleted,
 overwritten or has expired. So each load links the checkpoint's files in a directory of its own,
 `<root>/<tenant>/<job>/.<deployment>.loaded/<number>-<load>/<name>`. A rebuild starts at the newest
-load that took effect; so the two newest are kept, of which the last may yet fail. Links take no
-room; the bytes of a checkpoint that is deleted are freed with the last pin.
+load that took effect. The two newest pins are kept, because the newest load may still fail. Links
+use no space; the bytes of a deleted checkpoint are freed with the last pin.
 
 All functions are blocking: call them in a thread.
 """
@@ -31,20 +31,20 @@ _LOAD_DIGITS = 16
 
 class Pin(NamedTuple):
     directory: Path
-    """The directory with the files to read."""
+    """The directory to read."""
     is_new: bool
-    """Whether this load has just pinned the files."""
+    """Whether this call has pinned the files."""
 
 
 def pin(
     checkpoints: Checkpoints, loader: DeploymentKey, saved: DeploymentKey, name: str, load: str
 ) -> Pin:
-    """Pin a checkpoint for a load. The same load again gets the same files.
+    """Pin a checkpoint for a load. The same load always gets the same files.
 
-    Where links cannot be made, because of the file system or because the files are links
-    themselves, the checkpoint is read where it is.
+    If links cannot be made, because of the file system or because the files are links themselves,
+    the checkpoint is read in place.
 
-    Args:   own: the deployment that loads.
+    Args:   loader: the deployment that loads.
             saved: the deployment that saved.
             load: the name of the load.
     Raises: CallerError: NOT_FOUND; a bad name.
@@ -72,19 +72,19 @@ def pin(
 
 
 def prune(checkpoints: Checkpoints, loader: DeploymentKey) -> None:
-    """Give up all pins but the newest ones, after a load that took effect."""
+    """Drop all pins but the newest ones, after a load that took effect."""
     for old in _pins(_place(checkpoints, loader))[:-_NUM_KEPT]:
         shutil.rmtree(old, ignore_errors=True)
 
 
 def unpin(pinned: Pin) -> None:
-    """Give up the pin of a load that was refused, if it is new."""
+    """Drop the pin of a load that was refused, if it is new."""
     if pinned.is_new:
         shutil.rmtree(pinned.directory.parent, ignore_errors=True)
 
 
 def forget(checkpoints: Checkpoints, loader: DeploymentKey) -> None:
-    """Give up the pins of a deployment that is gone."""
+    """Drop the pins of a deployment that has ended."""
     if checkpoints.root is not None:
         shutil.rmtree(_place(checkpoints, loader), ignore_errors=True)
 
@@ -95,7 +95,7 @@ def _place(checkpoints: Checkpoints, loader: DeploymentKey) -> Path:
 
 
 def _pins(place: Path) -> list[Path]:
-    """A deployment's pins, the oldest first."""
+    """A deployment's pins, oldest first."""
     paths = [path for path in place.glob("*-*") if "." not in path.name]
     return sorted(paths, key=_number)
 
@@ -105,7 +105,7 @@ def _number(path: Path) -> int:
 
 
 def _link(directory: Path, draft: Path, pinned: Path, name: str) -> None:
-    """Link a checkpoint's files. Raises: OSError: a file is no file, or cannot be linked."""
+    """Raises: OSError: a file is no plain file, or cannot be linked."""
     shutil.rmtree(draft, ignore_errors=True)
     make_directory(draft / name)
     try:

@@ -1,12 +1,11 @@
 """Writes a deployment's whole state as safetensors files; `loading.py` reads them back.
 
-`model*.safetensors`, their index where there are several, and `config.json` are what `transformers`
-loads; `adapter_model.safetensors` and `adapter_config.json` what `peft` loads.
-`training*.safetensors` hold gradients (`<parameter>.grad`), AdamW's moments and its step, where the
-deployment is trainable. Tensors are whole, whatever layout wrote them, sorted by name.
-Blocking: call it in a thread.
+`transformers` loads `model*.safetensors`, their index if there are several, and `config.json`;
+`peft` loads `adapter_model.safetensors` and `adapter_config.json`. `training*.safetensors` hold
+gradients (`<parameter>.grad`), AdamW's moments and its step, if the deployment is trainable.
+Tensors are whole, whatever layout wrote them, and sorted by name. Blocking: call it in a thread.
 
-Several threads put chunks of files together from the ranks' memory and write them. Each block of
+Several threads assemble chunks of files from the ranks' memory and write them. Each block of
 `marker.BLOCK_BYTES` has a checksum, which is verified when the block is read.
 """
 
@@ -50,9 +49,9 @@ MODEL, ADAPTER, TRAINING = "model", "adapter_model", "training"
 """The beginnings of the names of files with tensors."""
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 CHUNK_BYTES = 8 * BLOCK_BYTES
-"""The size of a chunk, which is read or written at once."""
+"""Bytes that are read or written at once."""
 DEPTH = 4
-"""The number of chunks that are read or written at a time."""
+"""Chunks that are read or written at a time."""
 _HASHED_BYTES = 4 * BLOCK_BYTES
 
 
@@ -74,8 +73,9 @@ def write_state(
 ) -> Written:
     """Write a whole state into an empty directory; every file is fsynced.
 
-    Args:   ranks: the slots that each rank holds, and the rank's memory. file_bytes: the most bytes
-            of a file, unless one tensor is larger. companions: files to copy beside the tensors.
+    Args: ranks: the slots that each rank holds, and the rank's memory.
+          file_bytes: the most bytes in one file, unless one tensor is larger.
+          companions: files to copy next to the tensors.
     """
     tensors = assemble([slots for slots, _ in ranks])
     memories = [memory for _, memory in ranks]
@@ -88,7 +88,7 @@ def write_state(
         try:
             groups, config_file = [(MODEL, weights, file_bytes)], CONFIG_FILE
             if "peft_type" in msgspec.json.decode(config):
-                # `peft` reads one file, however large.
+                # `peft` reads a single file.
                 groups, config_file = [(ADAPTER, weights, sys.maxsize)], ADAPTER_CONFIG_FILE
             for stem, group, most_bytes in [*groups, (TRAINING, training, file_bytes)]:
                 if group:
@@ -106,9 +106,9 @@ def write_state(
 
 
 def _contents(companions: ModelDirectory | None) -> Iterator[tuple[str, bytes]]:
-    """The names and contents of the files to copy, each verified.
+    """The names and contents of the files to copy, verified.
 
-    Raises: CallerError: NOT_FOUND: one is not there. ResourceError: DATA_LOSS: one has changed.
+    Raises: CallerError: NOT_FOUND: one is missing. ResourceError: DATA_LOSS: one has changed.
     """
     if companions is None:
         return
@@ -172,7 +172,7 @@ class _Writer:
                 for start, chunk in chunks_of(pieces):
                     if self.cancelled.is_set():
                         raise Cancelled
-                    # Waits for a free buffer, which bounds the number of chunks under way.
+                    # Waits for a free buffer, which limits the number of chunks under way.
                     buffer = self.buffers.get()
                     moves.append(self.threads.submit(self._write_chunk, file, start, chunk, buffer))
                 blocks = b"".join(move.result() for move in moves)
@@ -208,8 +208,8 @@ class _Writer:
 def _weights_sha256(
     weights: list[WholeTensor], memories: list[memoryview], cancelled: threading.Event
 ) -> str:
-    """The SHA-256 over (name, dtype, shape, bytes) of each tensor, sorted by name, as a worker
-    computes it."""
+    """The SHA-256 over (name, dtype, shape, bytes) of each tensor, sorted by name, as workers
+    compute it."""
     digest = hashlib.sha256()
     for tensor in weights:
         shape = ",".join(str(size) for size in tensor.shape)
@@ -225,7 +225,7 @@ def _weights_sha256(
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes of a file that lie together in a rank's memory."""
+    """Bytes of a file that are contiguous in a rank's memory."""
 
     file_offset: int
     memory: memoryview
@@ -245,7 +245,7 @@ def checksums(chunk: memoryview) -> Iterator[bytes]:
 
 
 def buffers_for_chunks() -> queue.SimpleQueue[memoryview]:
-    """Page-aligned buffers for `DEPTH` chunks; each is freed with the last reference to it."""
+    """Page-aligned buffers for `DEPTH` chunks."""
     buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
     for _ in range(DEPTH):
         buffers.put(memoryview(mmap.mmap(-1, CHUNK_BYTES)))
@@ -257,9 +257,9 @@ def address(view: memoryview) -> int:
 
 
 def chunks_of(pieces: Iterable[Piece]) -> Iterator[tuple[int, list[Piece]]]:
-    """The chunks of a file: the start of each, and the pieces in it.
+    """The chunks of a file: the start of each, and its pieces.
 
-    Args: pieces: in the order of the file; a piece is split at multiples of a chunk.
+    Args: pieces: in the order of the file; they are split at multiples of a chunk.
     """
     start, chunk = 0, list[Piece]()
     for piece in pieces:

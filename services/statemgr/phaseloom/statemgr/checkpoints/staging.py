@@ -1,9 +1,9 @@
-"""Staging buffers: copies of ranks' states in memory of their own, on the way to or from files.
+"""Staging buffers: copies of ranks' states in separate memory, on the way to or from files.
 
 A snapshot is copied between two operations. Its checksums are taken right after that, while the
-ranks go on, and are in the node's manifest: so the files hold exactly the copied bytes, also where
-the next daemon writes them. Memory that is no longer needed is parked while the incarnation lasts,
-so that the next snapshot need not touch it first.
+ranks continue, and are part of the node's manifest. So the files have exactly the copied bytes,
+even if the next daemon writes them. Memory is parked while the incarnation lives, so that the next
+snapshot finds it touched already.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class Staging:
     copies: HostCopyStore
     background: Background
     _under_way: dict[Snapshot, asyncio.Future[None]] = field(default_factory=dict, init=False)
-    """The snapshots whose checksums are being taken; each future ends with them."""
+    """Snapshots whose checksums are being taken."""
 
     @asynccontextmanager
     async def room(
         self, sizes: Iterable[tuple[int, str]], wpg: Wpg | None = None
     ) -> AsyncIterator[list[int]]:
-        """A list with an extent for each state. Extents that are still in the list when the block
-        ends are freed.
+        """A list with an extent for each state. Extents that are still in the list at the end of
+        the block are freed.
 
-        Args: sizes: the bytes of each state, and the name of its memory in a refusal.
+        Args: sizes: the bytes of each state, and the name of its memory in errors.
               wpg: the incarnation that the states belong to, whose parked memory is reused.
         """
         pool = "" if wpg is None else pool_of(wpg)
@@ -85,7 +85,7 @@ class Staging:
         return self.memory[extent].view(num_bytes)
 
     async def snapshot(self, wpg: Wpg, request: TakeSnapshot) -> Snapshot:
-        """Copy every rank's state; the checksums are then taken in the background."""
+        """Copy every rank's state, then take the checksums in the background."""
         async with self.room_for(wpg) as extents:
             await self._copy_all(wpg, extents, request.seq)
             wpg.check_alive()
@@ -93,7 +93,7 @@ class Staging:
                 SnapshotPart(extent, rank.extent_bytes, rank.table)
                 for rank, extent in zip(wpg.ranks, extents, strict=True)
             ]
-            extents.clear()  # from here on they are the snapshot's
+            extents.clear()  # the snapshot owns them now
             snapshot = Snapshot.of(wpg, request.operation, request.name, request.seq, parts)
             self.records.snapshots[snapshot.key, snapshot.operation] = snapshot
             for part in parts:
@@ -145,12 +145,12 @@ class Staging:
     async def until_proved(self, snapshot: Snapshot) -> None:
         """Wait for the snapshot's checksums."""
         if any(part.checksums is None for part in snapshot.parts):
-            # The daemon that made it may have been killed before they were in.
+            # The daemon that made it may have been killed before taking them.
             under_way = self._under_way.get(snapshot)
             await asyncio.shield(under_way or self._begin_checksums(snapshot))
 
     def _begin_checksums(self, snapshot: Snapshot) -> asyncio.Future[None]:
-        # The views are made now: by the time that the task runs, the snapshot may be freed.
+        # The views are made now: when the task runs, the snapshot may be freed.
         memories = [self.memory[p.extent].view(p.num_bytes) for p in snapshot.parts]
         ended = self._under_way[snapshot] = asyncio.get_running_loop().create_future()
         self.background.start(self._take_checksums(snapshot, memories, ended))
@@ -184,11 +184,11 @@ class StagedState:
     """The state of one rank in a staging buffer."""
 
     rank: int
-    """The rank's number among those of all nodes."""
+    """The rank's number, counted over all nodes."""
     tensors: list[TensorSlot]
     memory: memoryview
     checksums: bytes = field(repr=False)
-    """The checksums of the state's blocks, taken when it came here."""
+    """Checksums of the state's blocks, taken when it arrived here."""
 
     @property
     def digest(self) -> str:
@@ -196,7 +196,7 @@ class StagedState:
 
 
 def check(key: DeploymentKey, states: Sequence[StagedState]) -> None:
-    """Verify that the staged states have not changed, so that all that was read from them is good.
+    """Verify that the staged states have not changed, so that everything read from them is good.
     Blocking: call it in a thread.
 
     Raises: ResourceError: DATA_LOSS, naming the rank, the bytes and their tensors.

@@ -1,16 +1,15 @@
-"""The disk: state files are written and read by the fastest method that it supports.
+"""The disk: reads and writes state files by the fastest method that it supports.
 
-Several blocks of a file move at a time, each with its checksum. Some threads do nothing but move
-blocks, so that the disk has its next block as soon as one is done; others take checksums meanwhile.
-Neither holds the GIL. Blocking: call it in a thread.
+Several blocks of a file move at a time, each with its checksum. Some threads only move blocks, so
+that the disk always has its next block, while others take checksums. Neither hold the GIL.
+Blocking: call it in a thread.
 
-Aligned memory goes straight between its pages and the disk. Two kinds of bytes go through the page
+Aligned memory moves directly between its pages and the disk. Two kinds of bytes go through the page
 cache: the last bytes of a file, which are no whole page, and bytes that the kernel refuses to move
-directly (EINVAL). Direct and cached bytes never share a page: blocks begin at multiples of the
-alignment. A round trip through the disk decides which method is used, never the list of what is
-installed.
+directly (EINVAL). Direct and cached bytes never share a page, because blocks begin at multiples of
+the alignment. A test write and read on the disk decides which method is used.
 
-`python -m phaseloom.statemgr.disk.disk DIRECTORY` prints the method that works, as JSON.
+`python -m phaseloom.statemgr.disk.disk DIRECTORY` prints the working method as JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 PAGE_BYTES = 4096
-"""The alignment of memory and offsets in bytes: no disk asks for more."""
+"""Alignment of memory and offsets. No disk needs more."""
 PROBE_PREFIX = ".probe-"
 _PROBE_BYTES = 3 * PAGE_BYTES + 100
 
@@ -51,12 +50,12 @@ Move = Callable[[int, list[memoryview], int], int]
 
 
 class BlockFile:
-    """A file that is read and written through the page cache. Every method raises OSError."""
+    """A file that is accessed through the page cache. Every method raises OSError."""
 
     def __init__(self, path: Path, *, writable: bool, num_bytes: int = 0) -> None:
-        """Open a file; a writable one is made, or emptied.
+        """Open a file; a writable one is created or emptied.
 
-        Args: num_bytes: the room that is reserved on the disk for a writable file.
+        Args: num_bytes: space to reserve on the disk for a writable file.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC if writable else os.O_RDONLY
         self._fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
@@ -73,7 +72,7 @@ class BlockFile:
             block, offset = block[done:], offset + done
 
     def read(self, block: memoryview, offset: int) -> int:
-        """Fill a block. Returns: the number of bytes read; fewer where the file ends in it."""
+        """Fill a block. Returns: the bytes read; fewer at the end of the file."""
         done = 0
         while done < len(block):
             count = os.preadv(self._fd, [block[done:]], offset + done)
@@ -83,7 +82,7 @@ class BlockFile:
         return done
 
     def finish(self, num_bytes: int) -> None:
-        """Make the file `num_bytes` long, and wait until all that was written is on the disk."""
+        """Make the file `num_bytes` long, and wait until everything written is on the disk."""
         os.ftruncate(self._fd, num_bytes)
         os.fsync(self._fd)
 
@@ -92,7 +91,7 @@ class BlockFile:
 
 
 class MemoryFile:
-    """A file in memory, of a fixed size: a seal that is on no disk."""
+    """A file of fixed size in memory: a seal that is on no disk."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -101,7 +100,7 @@ class MemoryFile:
         copy(self._memory[offset : offset + len(block)], block)
 
     def read(self, block: memoryview, offset: int) -> int:
-        """Fill a block. Returns: the number of bytes read; fewer where the file ends in it."""
+        """As `BlockFile.read`."""
         content = self._memory[offset : offset + len(block)]
         copy(block[: len(content)], content)
         return len(content)
@@ -132,7 +131,7 @@ class DirectFile(BlockFile):
         super().close()
 
     def _directly(self, move: Move, block: memoryview, offset: int) -> int:
-        """Move bytes past the page cache. Returns: the number moved, a multiple of a page."""
+        """Move bytes past the page cache. Returns: the bytes moved, a multiple of a page."""
         whole_pages = len(block) - len(block) % PAGE_BYTES
         if offset % PAGE_BYTES:
             return 0
@@ -151,8 +150,8 @@ class DirectFile(BlockFile):
 
 
 def probe(directory: Path) -> DiskPath:
-    """The fastest method that works in a directory. Raises nothing: where nothing can be written
-    now, each later write fails by itself."""
+    """Find the fastest method that works in a directory. Raises nothing: if the directory is not
+    writable, each later write fails by itself."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory, prefix=PROBE_PREFIX) as scratch:
@@ -166,8 +165,7 @@ def probe(directory: Path) -> DiskPath:
 
 
 def _why_not_direct(path: Path) -> str:
-    """The reason why direct I/O does not work here; empty: the disk takes a page of memory
-    directly, and what is written so comes back."""
+    """The reason why direct I/O does not work here; empty: a page written directly came back."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
         try:
@@ -196,27 +194,27 @@ class Readable(Protocol):
 
 
 DEPTH = 4
-"""The number of blocks that move between memory and disk at a time."""
+"""Blocks that move between memory and disk at a time."""
 _NUM_CHECKING = 2
-"""The number of threads that take checksums: each is faster than a disk."""
+"""Threads that take checksums; each is faster than a disk."""
 
 
 class Cancelled(ResourceError):
-    """A move ends early because nobody wants it any more."""
+    """A move ended early because it is no longer needed."""
 
     def __init__(self) -> None:
         super().__init__("the move was cancelled", code=Code.ABORTED)
 
 
 class Disk:
-    """The disk of a directory, which opens files in the fastest way that works there."""
+    """The disk of a directory. Opens files in the fastest way that works there."""
 
     def __init__(self, directory: Path) -> None:
         self.path: DiskPath = probe(directory)
         self._open = DirectFile if self.path.method is DiskMethod.DIRECT else BlockFile
 
     def create(self, path: Path, num_bytes: int) -> BlockFile:
-        """An empty file with room for `num_bytes` bytes. Raises: OSError: the disk has none."""
+        """Create an empty file with space for `num_bytes`. Raises: OSError: the disk is full."""
         return self._open(path, writable=True, num_bytes=num_bytes)
 
     def open(self, path: Path) -> BlockFile:
@@ -230,10 +228,10 @@ def write_state(
     memories: Sequence[memoryview],
     cancelled: threading.Event,
 ) -> StateHeader:
-    """Write all that a state file holds: every section, then the header.
+    """Write every section of a state file, then its header.
 
-    Args:    name: the file's name, for errors.
-             header: where it has a digest for a part, the part's memory must have that digest.
+    Args:    name: the file's name in errors.
+             header: if it has a digest for a part, the part's memory must match it.
     Returns: the header as written.
     """
     offsets, _ = layout_of(header)
@@ -271,7 +269,7 @@ def _write_part(
 def read_part(
     file: Readable, place: SectionRef, memory: memoryview, cancelled: threading.Event
 ) -> None:
-    """Fill `memory` with a part of a state file, every block verified."""
+    """Fill `memory` with a part of a state file, verifying every block."""
     check_blocks(place)
     make_huge(memory[: place.part.num_bytes])
 
@@ -314,10 +312,9 @@ def _in_two_steps(
 ) -> list[T]:
     """Run two steps over all blocks: `first(start, end)`, then `then(start, end, result of first)`.
 
-    Args:    first, then: the number of threads for the step, and its function. Each thread takes
-             the next block.
+    Args:    first, then: the number of threads for the step, and its function.
     Returns: the results of `then`, in the order of the blocks.
-    Raises:  the error of the first block that failed, once no thread works any more.
+    Raises:  the error of the first block that failed, after all threads have ended.
     """
 
     def begin(start: int) -> Future[T]:
@@ -341,8 +338,7 @@ def _in_two_steps(
 def copy(target: memoryview, source: memoryview) -> None:
     """Copy bytes between two views of the same length.
 
-    Blocking and long: run it in a thread. It releases the interpreter, which slice assignment does
-    not.
+    Blocking and slow: run it in a thread. Unlike slice assignment, it releases the GIL.
     """
     assert len(target) == len(source)
     ctypes.memmove(_address(target), _address(source), len(source))
@@ -354,8 +350,7 @@ def _address(view: memoryview) -> int:
 
 @contextmanager
 def threads(number: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool of threads. On leaving, work that has begun is waited for and other work is
-    cancelled."""
+    """A pool of threads. At the end it waits for work that has begun and cancels the rest."""
     pool = ThreadPoolExecutor(number, "disk")
     try:
         yield pool

@@ -1,11 +1,9 @@
 """Seals, persisted weights versions and demoted host copies on disk. Blocking: call it in a thread.
 
-The module `disk` moves the bytes.
-
-Files are in `<directory>/<tenant>/<job>/<deployment>/`: `seal-<seq>.state`, `version-<seq>.state`
-(for a part `version-<seq>-2of4.state`); host copies, which may belong to several tenants, are in
-`<directory>/.copies/`. A file appears under its name whole and fsynced, or not at all; a file that
-a crash left half-written is a `.partial`, and is removed at the next start.
+Files are in `<directory>/<tenant>/<job>/<deployment>/`: `seal-<seq>.state` and
+`version-<seq>.state` (for a part `version-<seq>-2of4.state`). Host copies, which may belong to
+several tenants, are in `<directory>/.copies/`. A file appears under its name whole and fsynced, or
+not at all. A crash may leave a half-written `.partial`, which the next start removes.
 """
 
 from __future__ import annotations
@@ -39,14 +37,14 @@ log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(seal|version)-([1-9][0-9]{0,17})(-[0-9]+of[0-9]+)?\.state\Z")
 _COPIES = ".copies"
-"""The directory of demoted host copies; no tenant has this name."""
+"""Directory of demoted host copies; no tenant can have this name."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NEVER = threading.Event()
-"""The event for a move that nobody cancels: it is never set."""
+"""For a move that nobody cancels: this event is never set."""
 
 
 class StateDirectory:
-    """Names files safely under one root and reads and writes them."""
+    """Names files safely under one root, and reads and writes them."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -77,13 +75,13 @@ class StateDirectory:
         return self._directory(key) / f"{kind}-{seq:d}{'-' if part else ''}{part}.state"
 
     def _directory(self, key: DeploymentKey) -> Path:
-        """The directory of a deployment. Raises: CallerError: a name is no plain file name."""
+        """Raises: CallerError: a name is no plain file name."""
         check_key(key)
         return self._root / key.tenant / key.job / key.deployment
 
     def scan(self) -> Iterator[tuple[Path, StateHeader]]:
-        """Every readable seal and version, with its header, after the leavings of a crash are
-        removed. Unreadable files, and paths that are no plain file, are left alone and logged."""
+        """Remove leftovers of a crash, then yield every readable seal and version with its header.
+        Unreadable files, and paths that are no plain file, are left alone and logged."""
         self._clear_leftovers()
         for path in sorted(self._root.glob("*/*/*/*.state")):
             if not _NAME.match(path.name) or not _is_file(path):
@@ -98,7 +96,6 @@ class StateDirectory:
             yield path, header
 
     def _clear_leftovers(self) -> None:
-        """Remove half-written files, probes and empty directories of a crash."""
         for pattern in ("*/*/*/*.partial", f"{_COPIES}/*.partial"):
             for half_written in filter(_is_file, self._root.glob(pattern)):
                 half_written.unlink()
@@ -107,7 +104,7 @@ class StateDirectory:
                 shutil.rmtree(probe)
             else:
                 log.warning("left out: %s is no directory", probe)
-        # Only now, when no writer can be about to use one.
+        # Safe here: no writer exists yet that could be about to use one.
         for depth in ("*/*/*", "*/*", "*"):
             for directory in self._root.glob(f"{depth}/"):
                 with contextlib.suppress(OSError):
@@ -120,14 +117,14 @@ class StateDirectory:
         memories: Sequence[memoryview],
         cancelled: threading.Event = NEVER,
     ) -> StateHeader:
-        """Put a file in place, whole and fsynced.
+        """Write a file, whole and fsynced.
 
-        Args:    header: where it has a digest for a part, the part's memory must have that digest.
+        Args:    header: if it has a digest for a part, the part's memory must match it.
                  memories: the memory of each of the header's parts.
         Returns: the header as written, with the digests of the written memory.
-        Raises:  ResourceError: RESOURCE_EXHAUSTED: the disk is full; DATA_LOSS: the memory is not
-                 what the header's digest says; UNAVAILABLE: the disk fails otherwise; ABORTED:
-                 cancelled. After an error the file that was there before stands.
+        Raises:  ResourceError: RESOURCE_EXHAUSTED: the disk is full; DATA_LOSS: the memory does not
+                 match the header's digest; UNAVAILABLE: the disk fails otherwise; ABORTED:
+                 cancelled. After an error an earlier file of this name is unchanged.
         """
         draft = Draft(self, path, header)
         try:
@@ -143,7 +140,7 @@ class StateDirectory:
     ) -> None:
         """Fill `memory` with a part of a file, verified.
 
-        Raises: ResourceError: DATA_LOSS, saying where; ABORTED: cancelled.
+        Raises: ResourceError: DATA_LOSS, with the position; ABORTED: cancelled.
         """
         with self._opened(place) as file:
             read_part(file, place, memory, cancelled)
@@ -168,8 +165,8 @@ class StateDirectory:
         path.unlink(missing_ok=True)
 
     def discard(self, *paths: Path) -> None:
-        """Remove files that nobody needs any more. A file that cannot be removed is logged, and
-        does no harm."""
+        """Remove files that nobody needs. A file that cannot be removed is logged and does no
+        harm."""
         for path in paths:
             try:
                 self.remove(path)
@@ -188,12 +185,12 @@ class StateDirectory:
 class Draft:
     """A state file under a temporary name. Blocking: call it in a thread.
 
-    The caller writes all of it, then calls `finish`; or calls `abandon`. All methods but `abandon`
+    The caller writes all of it and calls `finish`, or calls `abandon`. All methods but `abandon`
     raise ResourceError: RESOURCE_EXHAUSTED: the disk is full; UNAVAILABLE: it fails.
     """
 
     def __init__(self, directory: StateDirectory, path: Path, header: StateHeader) -> None:
-        """Make the file, with all its room taken."""
+        """Create the file and reserve its space."""
         self.offsets, self._end = layout_of(header)
         """`offsets` are those at which the parts begin."""
         self._path = path
@@ -214,7 +211,7 @@ class Draft:
             self._file.write(block, offset)
 
     def finish(self) -> None:
-        """Put the whole file on the disk under its name; it replaces a file of that name."""
+        """Give the whole file its name, replacing an earlier file."""
         assert self._file is not None
         with self._typed():
             self._file.finish(self._end)
@@ -239,7 +236,7 @@ class Draft:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether the path is a plain file: reading a pipe, for one, might never end."""
+    """Whether the path is a plain file. Reading a pipe, for example, might never end."""
     if path.is_file():
         return True
     log.warning("left out: %s is no file", path)
@@ -250,9 +247,9 @@ def _is_file(path: Path) -> bool:
 def writing(
     label: str, if_full: str, if_not: str, details: Mapping[str, object] | None = None
 ) -> Iterator[None]:
-    """Turn an OSError of a write into a typed error.
+    """Convert an OSError of a write into a typed error.
 
-    Args:   if_full, if_not: what to do where the disk is full, and where it fails otherwise.
+    Args:   if_full, if_not: the remedies if the disk is full, and if it fails otherwise.
     Raises: ResourceError: RESOURCE_EXHAUSTED: the disk is full; UNAVAILABLE: it fails otherwise.
     """
     try:
@@ -286,7 +283,7 @@ def find_parts(path: Path) -> list[SectionRef]:
 
 
 def header_of(path: Path) -> StateHeader | None:
-    """The header of a state file; None: the file is not there, or its header is bad."""
+    """The header of a state file; None: there is no file, or its header is bad."""
     try:
         return find_parts(path)[0].header
     except PhaseloomError:
@@ -294,8 +291,8 @@ def header_of(path: Path) -> StateHeader | None:
 
 
 def make_directory(directory: Path) -> None:
-    """Make a directory and those above it, each on the disk; where a link on the way leads to
-    nothing yet, what it leads to is made. Raises: OSError."""
+    """Make a directory and its parents, each fsynced. The target of a dangling link on the way is
+    created. Raises: OSError."""
     directory = directory.resolve()
     missing = [d for d in (directory, *directory.parents) if not d.exists()]
     directory.mkdir(parents=True, exist_ok=True)

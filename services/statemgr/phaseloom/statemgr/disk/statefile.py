@@ -5,11 +5,10 @@ A file is a checksummed header, then raw memory:
     magic (8 bytes) | header length (uint32, little-endian) | xxh3-128 of the header (16 bytes)
     | header (MessagePack `StateHeader`) | zeroes up to a multiple of 4096 | `num_bytes` of memory
 
-The header carries a checksum of each block of the memory and the digest that follows from these
-(`blockhash`), so that one flipped bit anywhere is found and its place is known. The seal of a
-deployment with several ranks has one section of memory for each rank; each section begins at the
-next multiple of 4096. Blocks are counted from the beginning of their section; the last one may be
-shorter.
+The header has a checksum of each block of memory and the digest that follows from these
+(`blockhash`), so that any flipped bit is found and located. The seal of a deployment with several
+ranks has one section per rank; each section begins at the next multiple of 4096. Blocks are counted
+from the beginning of their section; the last one may be shorter.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ PREFIX_BYTES = _PREFIX.size
 
 
 def encode_header(header: StateHeader) -> bytes:
-    """The bytes of a file before the memory, padding included.
+    """The bytes of a file before the memory, including padding.
 
     Raises: ResourceError: RESOURCE_EXHAUSTED: the header is longer than a reader accepts.
     """
@@ -54,7 +53,7 @@ def encode_header(header: StateHeader) -> bytes:
 
 
 def _offsets(header: StateHeader, end: int) -> list[int]:
-    """The offset in the file at which the memory of each part begins. Args: end: the header's."""
+    """The offset of each part in the file. Args: end: of the header."""
     offsets = []
     for part in header.parts:
         offsets.append(end + -end % DATA_ALIGNMENT_BYTES)
@@ -63,8 +62,8 @@ def _offsets(header: StateHeader, end: int) -> list[int]:
 
 
 def layout_of(header: StateHeader) -> tuple[list[int], int]:
-    """The offset at which each part of a file begins, and the offset at which the last one ends."""
-    # As long as the final header: blank checksums take as many bytes as the real ones.
+    """The offset of each part of a file, and the end of the last one."""
+    # Blank checksums take as many bytes as the final ones.
     blank = [bytes(CHECKSUM_BYTES * num_blocks(p.num_bytes, BLOCK_BYTES)) for p in header.parts]
     start = encode_header(header.with_blocks(BLOCK_BYTES, blank))
     offsets = _offsets(header, len(start))
@@ -74,7 +73,7 @@ def layout_of(header: StateHeader) -> tuple[list[int], int]:
 def parts_in(read: Callable[[int, int], bytes], name: str) -> list[SectionRef]:
     """The parts of a state file, whose header is verified. Raises: ResourceError: DATA_LOSS.
 
-    Args: read: the bytes of the file from an offset on, as many as are asked for or there.
+    Args: read: returns up to `length` bytes of the file from an offset on.
     """
     prefix = read(0, PREFIX_BYTES)
     if len(prefix) != PREFIX_BYTES or not prefix.startswith(MAGIC):
