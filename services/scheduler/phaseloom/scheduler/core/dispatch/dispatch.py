@@ -116,7 +116,13 @@ def _start(step: Step, deployment: Deployment) -> None:
     taken."""
     slots = devices.slots_of(step, deployment)
     # A single rank's only device is the one that the deployment was just chosen for.
-    taken_ranks = _taken_ranks(step, deployment, slots) if len(slots) > 1 else []
+    taken_ranks = []
+    if len(slots) > 1:
+        taken_ranks = [
+            rank
+            for rank, slot in enumerate(slots)
+            if slot.running or devices.claimant(step, slot) not in (None, deployment)
+        ]
     ops = _batch(step, deployment)
     if taken_ranks:
         ops = tails.startable_without(step, deployment, ops, taken_ranks)
@@ -136,15 +142,6 @@ def _start(step: Step, deployment: Deployment) -> None:
         devices.use(step, deployment, slots)
         return
     _permit(step, deployment, ops, slots)
-
-
-def _taken_ranks(step: Step, deployment: Deployment, slots: list[Slot]) -> list[int]:
-    """Ranks whose devices are running something or are claimed by other deployments."""
-    return [
-        rank
-        for rank, slot in enumerate(slots)
-        if slot.running or devices.claimant(step, slot) not in (None, deployment)
-    ]
 
 
 def _start_neighbour(step: Step, deployment: Deployment) -> None:

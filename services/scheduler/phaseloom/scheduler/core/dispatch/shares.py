@@ -156,8 +156,11 @@ def next_neighbour(step: Step, slot: Slot) -> Deployment | None:
     newcomer, counts = choice_made
     # The newcomer's count comes last and has no share yet, hence strict=False.
     for share, count in zip(slot.shares, counts, strict=False):
-        if count < len(share.units):
-            _request_units(step, slot, share, count)
+        # A rank that was already asked to shrink to this count is not asked again.
+        if count < len(share.units) and len(share.asked) != count:
+            remaining = share.units[:count]
+            command = _send_units(step, slot, share, remaining, shrinks=True)
+            devices.ask_back(share, remaining, command)
     free = devices.free_units(step, slot)
     if len(free) < counts[-1]:
         return None
@@ -414,13 +417,6 @@ def _counts(
     jobs = {step.state.deployments[name].job_name for name in slot.placed}
     units, table = devices.units_of(step.state, slot), table or table_of(step, slot)
     return policy_of(step).share(SharingView(units, len(jobs), running, newcomer, table))
-
-
-def _request_units(step: Step, slot: Slot, share: Share, count: int) -> None:
-    """Ask a rank to give up all but `count` of its units, unless it was asked for that already."""
-    if len(share.asked) != count:
-        remaining = share.units[:count]
-        devices.ask_back(share, remaining, _send_units(step, slot, share, remaining, shrinks=True))
 
 
 def _grow(step: Step, slot: Slot, counts: list[int]) -> None:

@@ -153,17 +153,14 @@ def _free_s(step: Step, slot: Slot, target: Deployment, expected: Expected) -> f
     if slot.holder != job_name:
         free_s = choice.held_until_s(step, slot)
     for victim in devices.victims(step, slot, target):
-        if victim.job_name != job_name:
-            free_s = max(free_s, _unlikely_from_s(slot, victim.job_name, expected))
+        if victim.job_name == job_name:
+            continue
+        victim_expected = slot.expected.get(victim.job_name)
+        if victim_expected is None:
+            return NEVER_S  # it may return at any time
+        if victim_expected.at_s <= expected.at_s:
+            free_s = max(free_s, victim_expected.late_s)
     return free_s
-
-
-def _unlikely_from_s(slot: Slot, resident: str, expected: Expected) -> float:
-    """The time from which a resident job is no longer likely to return before the expected one."""
-    resident_expected = slot.expected.get(resident)
-    if resident_expected is None:
-        return NEVER_S
-    return resident_expected.late_s if resident_expected.at_s <= expected.at_s else 0.0
 
 
 def _is_first(step: Step, slot: Slot, target: Deployment, expected: Expected) -> bool:

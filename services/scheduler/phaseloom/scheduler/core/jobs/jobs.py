@@ -281,7 +281,10 @@ def create_deployment(step: Step, event: events.DeploymentCreated) -> None:
     job = step.state.jobs.get(str(event.job))
     error = None
     if job is not None:
-        error = _closed_error(job) or deployments.create(step, job, event.spec)
+        if job.state is JobState.DRAINING:
+            error = operations.draining_error(job)
+        else:
+            error = _ended_error(job) or deployments.create(step, job, event.spec)
         if job.state is JobState.SUBMITTED:
             _place_waiting(step, str(job.key))
     _answer(step, event.request, job or event.job, error)
@@ -294,12 +297,6 @@ def delete_deployment(step: Step, event: events.DeploymentDeleted) -> None:
     if job is not None:
         error = _ended_error(job) or deployments.delete(step, job, key.deployment)
     _answer(step, event.request, job or key.job_key, error)
-
-
-def _closed_error(job: Job) -> ErrorInfo | None:
-    if job.state is JobState.DRAINING:
-        return operations.draining_error(job)
-    return _ended_error(job)
 
 
 def _ended_error(job: Job) -> ErrorInfo | None:

@@ -121,7 +121,12 @@ def _closed_error(step: Step, deployment: Deployment, event: QueuedOperation) ->
     if job.state is JobState.DRAINING:
         return draining_error(job)
     if deployment.wpg.state is WpgState.STOPPED:
-        return _could_not_start_error(deployment)
+        reason = deployment.wpg.error.message if deployment.wpg.error else "it was stopped"
+        return ErrorInfo(
+            Code.FAILED_PRECONDITION,
+            f"deployment {deployment.key} could not start: {reason}",
+            remedy="delete the deployment and create it again",
+        )
     if event.session <= job.controller.ended_session:
         return session_over_error(job, event.session)
     if event.session < job.controller.session:
@@ -148,15 +153,6 @@ def draining_error(job: Job) -> ErrorInfo:
         Code.FAILED_PRECONDITION,
         f"job {job.key} is draining and accepts no new operations",
         remedy="submit a new job for further operations",
-    )
-
-
-def _could_not_start_error(deployment: Deployment) -> ErrorInfo:
-    reason = deployment.wpg.error.message if deployment.wpg.error else "it was stopped"
-    return ErrorInfo(
-        Code.FAILED_PRECONDITION,
-        f"deployment {deployment.key} could not start: {reason}",
-        remedy="delete the deployment and create it again",
     )
 
 
