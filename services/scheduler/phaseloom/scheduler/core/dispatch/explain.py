@@ -364,9 +364,8 @@ def _phase_left_s(step: Step, slot: Slot) -> float:
     if quantum_s and not policy.may_wait:
         quantum_left_s = slot.held_since_s + quantum_s - step.now_s
     for duration_s in _upcoming_s(step, slot):
-        if (
-            left_s >= quantum_left_s
-        ):  # an operation that runs at the end of the quantum is not cut short
+        # An operation that runs at the end of the quantum is not cut short.
+        if left_s >= quantum_left_s:
             return left_s
         left_s += duration_s + step.state.latency_s
     if quantum_left_s < inf and _returns_within_grace(step, slot):

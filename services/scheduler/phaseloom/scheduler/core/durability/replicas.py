@@ -143,9 +143,8 @@ def _copy_retained(step: Step, job: Job, version: VersionKey) -> None:
     forgetting = [n for n, names in step.state.stopping.items() if str(version.policy) in names]
     fit = [h.node for h in hosts if h.is_up and h.node not in (*nodes, *forgetting)]
     job_nodes = {node for deployment in step.deployments_of(job) for node in deployment.nodes}
-    fit.sort(
-        key=lambda node: (node not in job_nodes, node)
-    )  # the job's own nodes, which read the version, come first
+    # The job's own nodes, which read the version, come first.
+    fit.sort(key=lambda node: (node not in job_nodes, node))
     node = _next_node(fit, before)
     if node is None or not sources:
         return
