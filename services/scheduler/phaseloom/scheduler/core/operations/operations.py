@@ -203,6 +203,7 @@ def await_dependencies(step: Step, deployment: Deployment, op: Op) -> None:
                 Code.NOT_FOUND,
                 f"`after` names deployment {after.deployment!r}, which does not exist in this job",
                 field="after",
+                remedy="name a deployment of the same job",
             )
             end_now(step, deployment, op, error)
             return
