@@ -657,9 +657,9 @@ async def test_connect_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("variable", "value", "why"),
     [
-        ("URL", "http://127.0.0.1:4222", "NATS is not spoken over http"),
+        ("URL", "http://127.0.0.1:4222", "unsupported scheme http"),
         ("URL", "nats://127.0.0.1:port", "Port"),
-        ("URL", "nats://", "it names no host"),
+        ("URL", "nats://", "it has no host"),
         ("URL", "nats:/127.0.0.1:4222", "it has a path|Port"),
         ("URL", "", "PHASELOOM_URL is missing or empty"),
         ("TENANT", "", "PHASELOOM_TENANT is missing or empty"),

@@ -156,7 +156,7 @@ async def test_tenant_cannot_aim_the_acknowledgement_of_its_operation_at_the_mes
 
 async def test_wrong_password_is_denied_at_once(nats_server: EmbeddedServer) -> None:
     """However long the connection may take to a server that is slow."""
-    denied = r"^PERMISSION_DENIED: .* knows no user 'acme' .* come from a file"
+    denied = r"^PERMISSION_DENIED: .* rejects user 'acme' .* in a file"
     async with asyncio.timeout(30):
         with pytest.raises(CallerError, match=denied):
             await connect(

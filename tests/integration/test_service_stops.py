@@ -129,7 +129,7 @@ async def test_service_with_a_wrong_password_ends_at_once_and_names_its_variable
         assert await process.wait() == 1
     last = capfd.readouterr().err.splitlines()[-1]
     assert "PERMISSION_DENIED" in last
-    assert f"come from {remedy}: " in last
+    assert f"user and password in {remedy}; " in last
 
 
 async def test_gateway_serves_the_other_tenants_where_one_has_a_wrong_password(
@@ -150,4 +150,4 @@ async def test_gateway_serves_the_other_tenants_where_one_has_a_wrong_password(
                 break
             await asyncio.sleep(0.05)
         assert process.returncode is None
-    assert "knows no user 'other'" in capfd.readouterr().err
+    assert "rejects user 'other'" in capfd.readouterr().err

@@ -101,7 +101,7 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
         assert not (tmp_path / "merged").exists()
         assert not (tmp_path / ".merged.partial").exists()
 
-    refused("base", "there is no directory", tmp_path / "none")
+    refused("base", "does not exist", tmp_path / "none")
     refused("base", r"config\.json is missing", adapter)
     refused("base", "in the base", save_model(tmp_path / "wide", hidden_size=64))
     for changes in ({"use_dora": True}, {"rank_pattern": {"q_proj": 8}}, {"r": 0}):

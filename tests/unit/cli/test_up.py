@@ -117,7 +117,7 @@ def test_port_that_somebody_has_is_refused_before_anything_starts(tmp_path: Path
                 up(runs=tmp_path / "runs", **given)
             assert refused.value.info.field == f"mesh.{field}_port"
     assert not (tmp_path / "runs").exists()
-    with pytest.raises(CallerError, match="gateway_port is 99999"):
+    with pytest.raises(CallerError, match="gateway_port must be 0 to 65535, got 99999"):
         up(runs=tmp_path / "runs", gateway=99999)
 
 
@@ -146,7 +146,7 @@ def test_extra_that_is_not_installed_is_named_before_anything_starts(
 def test_model_that_there_is_not_is_refused_before_anything_starts(tmp_path: Path) -> None:
     mesh_file = tmp_path / "mesh.toml"
     mesh_file.write_text(f'[mesh.models]\nsmall = "{tmp_path}/none"\n')
-    with pytest.raises(CallerError, match=r"there is no directory .*/none") as refused:
+    with pytest.raises(CallerError, match=r"the directory .*/none does not exist") as refused:
         up(mesh_file=mesh_file, runs=tmp_path / "runs", console_port=0)
     info = refused.value.info
     assert (info.code, info.field) == (Code.NOT_FOUND, "mesh.models.small")

@@ -39,7 +39,7 @@ def test_address_has_its_scheme_and_its_port(url: str, found: list[str]) -> None
 )
 def test_what_is_no_address_is_refused_and_its_source_named(url: str) -> None:
     """`http` was taken for the name of a host that does not answer."""
-    with pytest.raises(CallerError, match="is no address of a NATS server") as refused:
+    with pytest.raises(CallerError, match="is not the address of a NATS server") as refused:
         parse_addresses(url, "PHASELOOM_URL")
     assert refused.value.info.field == "PHASELOOM_URL"
     assert "nats://HOST:PORT" in refused.value.info.remedy

@@ -207,5 +207,5 @@ def test_metrics_are_merged_by_their_reduction() -> None:
 def test_ranks_must_agree_on_what_is_one_for_all() -> None:
     saved: list[Result] = [SaveStateResult("a", "digest"), SaveStateResult("a", "digest")]
     assert merge("save_state", saved, Layout(dp=2)) == saved[0]
-    with pytest.raises(InternalError, match="do not agree"):
+    with pytest.raises(InternalError, match="disagree"):
         merge("save_state", [saved[0], SaveStateResult("a", "other")], Layout(dp=2))

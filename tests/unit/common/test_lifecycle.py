@@ -100,7 +100,7 @@ async def test_run_fails_when_serve_ends_by_itself() -> None:
     )
     lines = await ended(process)
     assert process.returncode == 1
-    assert "ended without having been told to stop" in lines[-1]["message"]
+    assert "ended without being asked to stop" in lines[-1]["message"]
 
 
 async def test_run_ends_in_order_when_signalled_before_there_is_anything_to_serve() -> None:
@@ -147,7 +147,7 @@ async def test_run_exits_hard_when_stopping_takes_too_long() -> None:
     async with asyncio.timeout(20):
         lines = await ended(process)
     assert process.returncode == 1
-    assert "exits hard" in lines[-1]["message"]
+    assert "exiting hard" in lines[-1]["message"]
 
 
 async def test_run_writes_its_spans_before_it_ends(tmp_path: Path) -> None:

@@ -59,9 +59,9 @@ def test_directory_that_cannot_be_made_or_written_is_refused(tmp_path: Path) -> 
     file = tmp_path / "file"
     file.touch()
     for directory, why in (
-        (file, "cannot be written: .*file is no directory"),
-        (file / "checkpoints", "cannot be made: .*file is no directory"),
-        (Path("/proc/sys"), "cannot be written: /proc/sys is not writable"),
+        (file, "cannot write to .*: .*file is not a directory"),
+        (file / "checkpoints", "cannot create .*: .*file is not a directory"),
+        (Path("/proc/sys"), "cannot write to .*: /proc/sys is not writable"),
     ):
         if directory == Path("/proc/sys") and os.access(directory, os.W_OK):
             continue

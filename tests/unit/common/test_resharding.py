@@ -218,5 +218,5 @@ def test_what_nobody_holds_is_refused(part: dict[str, Box]) -> None:
 
 
 def test_dtype_that_no_weight_has_is_refused() -> None:
-    with pytest.raises(CallerError, match="no dtype"):
+    with pytest.raises(CallerError, match="unsupported dtype"):
         item_bytes("str")

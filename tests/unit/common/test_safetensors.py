@@ -103,9 +103,9 @@ def test_header_that_contradicts_itself_or_its_file_is_refused(text: bytes) -> N
 
 
 def test_header_that_claims_to_be_endless_is_refused() -> None:
-    with pytest.raises(ValueError, match="claims"):
+    with pytest.raises(ValueError, match="must have at most"):
         header_bytes(struct.pack("<Q", 2**60))
-    with pytest.raises(ValueError, match="short"):
+    with pytest.raises(ValueError, match="truncated"):
         header_bytes(b"\0\0")
 
 

@@ -97,11 +97,11 @@ KIND = ["weight", "uint8", [1], [], []]
 )
 def test_what_is_no_table_is_refused(packed: bytes) -> None:
     assert TensorTable.read(_packed()).tensors == [TensorSlot("w", Role.WEIGHT, "uint8", [1], 0, 1)]
-    with pytest.raises(CallerError, match="no table of tensors"):
+    with pytest.raises(CallerError, match="invalid tensor table"):
         TensorTable.read(packed)
 
 
 @pytest.mark.parametrize(("offset", "num_bytes"), [(2**63, 1), (0, 2**64), (-(2**63) - 1, 1)])
 def test_numbers_beyond_64_bits_make_no_table(offset: int, num_bytes: int) -> None:
-    with pytest.raises(CallerError, match="no table of tensors"):
+    with pytest.raises(CallerError, match="invalid tensor table"):
         TensorTable.of([TensorSlot("w", Role.WEIGHT, "uint8", [1], offset, num_bytes)])

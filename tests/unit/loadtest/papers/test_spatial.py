@@ -105,12 +105,12 @@ def test_slowdown_between_two_measured_shares_and_beyond() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("{", "is no table of slowdowns"),
+        ("{", "is not a slowdown table"),
         ('{"source": "x", "kinds": {"a": {"shares": {"1.0": 0}}}}', "positive"),
         ('{"source": "x", "kinds": {"a": {"shares": {"1.0": 1}}}, "speed": 2}', "speed"),
         (
             '{"source": "x", "kinds": {"a": {"shares": {"1.0": 1}}}, "beside": {"b": {"a": 1}}}',
-            "among the kinds",
+            "that `kinds` lacks",
         ),
         ('{"source": "x", "kinds": {"a": {"shares": {"1.0": 1}}}}', "lacks decode_small"),
     ],

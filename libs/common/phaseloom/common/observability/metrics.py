@@ -435,9 +435,9 @@ async def endpoint(service: str, settings: MetricsConfig) -> AsyncIterator[None]
         server = await asyncio.start_server(answer, settings.host, settings.port)
     except OSError as error:
         raise ResourceError(
-            f"metrics cannot be served at {settings.host}:{settings.port}: {error.strerror}",
+            f"cannot serve metrics at {settings.host}:{settings.port}: {error.strerror}",
             field="PHASELOOM_METRICS_PORT",
-            remedy="choose a free port, or 0 for none",
+            remedy="choose a free port, or 0 for no endpoint",
         ) from None
     try:
         yield
@@ -500,4 +500,4 @@ async def _run_refresh(refresh: Refresh) -> None:
         async with asyncio.timeout(_REFRESH_TIMEOUT_S):
             await refresh()
     except (TimeoutError, NatsError, PhaseloomError) as error:
-        log.warning("metrics that the NATS server has are as old as the last scrape: %r", error)
+        log.warning("metrics from the NATS server are as old as the last scrape: %r", error)

@@ -102,7 +102,7 @@ def _shut_down(provider: TracerProvider) -> None:
     ending.start()
     ending.join(_SHUTDOWN_TIMEOUT_S)
     if ending.is_alive():
-        log.warning("the last spans could not be exported within %.0f s", _SHUTDOWN_TIMEOUT_S)
+        log.warning("could not export the last spans within %.0f s", _SHUTDOWN_TIMEOUT_S)
 
 
 def tracer() -> Tracer:
@@ -301,7 +301,7 @@ def _otlp_exporter(endpoint: str) -> SpanExporter:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError:
         raise CallerError(
-            "spans cannot be sent: the OTLP exporter is not installed",
+            "cannot send spans: the OTLP exporter is not installed",
             code=Code.FAILED_PRECONDITION,
             field="PHASELOOM_TELEMETRY_OTLP_ENDPOINT",
             remedy="pip install 'phaseloom[otlp]', or unset it",
@@ -315,7 +315,7 @@ def _otlp_exporter(endpoint: str) -> SpanExporter:
 def _sampler(ratio: float, *, has_target: bool) -> Sampler:
     if not 0.0 <= ratio <= 1.0:
         raise CallerError(
-            f"{ratio} is no share of traces",
+            f"sample_ratio must be between 0 and 1, got {ratio}",
             field="PHASELOOM_TELEMETRY_SAMPLE_RATIO",
             remedy="use a number from 0 to 1",
         )

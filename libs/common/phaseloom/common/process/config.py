@@ -70,7 +70,7 @@ def load(
     for name, field in fields.items():
         if field.required and name not in values:
             raise CallerError(
-                f"{name!r} of the {section or 'top'} configuration is not set",
+                f"the {section or 'top-level'} setting {name!r} is missing",
                 field=f"{prefix}{name.upper()}",
                 remedy=f"set {prefix}{name.upper()}, or {name} in [{section}] of {FILE_VARIABLE}",
             )
@@ -90,12 +90,12 @@ def check_bounds(
     for name, (minimum, maximum) in bounds.items():
         value = getattr(settings, name)
         if not (minimum <= value <= maximum and value != math.inf):  # also false for NaN
+            is_open_ended = maximum == math.inf
+            limits = f"finite, at least {minimum}" if is_open_ended else f"{minimum} to {maximum}"
             raise CallerError(
-                f"{name} is {value}",
+                f"{name} must be {limits}, got {value}",
                 field=f"{section}.{name}",
-                remedy=f"use {minimum} or more"
-                if maximum == math.inf
-                else f"use {minimum} to {maximum}",
+                remedy=f"use {minimum} or more" if is_open_ended else f"use {minimum} to {maximum}",
             )
 
 
@@ -151,7 +151,9 @@ def _read_section(section: str, file: Path | None, fields: Mapping[str, Any]) ->
         return {}
     table = _tables(file, FILE_VARIABLE).get(section, {})
     if not isinstance(table, dict):
-        raise CallerError(f"{section} in {file} is no table", field=section, remedy="use [section]")
+        raise CallerError(
+            f"{section} in {file} is not a table", field=section, remedy=f"write [{section}]"
+        )
     for name in table:
         if name not in fields:
             raise _unknown(f"[{section}] {name}", sorted(fields))
@@ -164,10 +166,10 @@ def _check_alone(section: str, file: Path) -> None:
     for name in _tables(file, field):
         if name != section:
             raise CallerError(
-                f"{file} has {name!r}, and only its table [{section}] is read",
+                f"expected only the table [{section}] in {file}, got {name!r} too",
                 field=field,
-                remedy=f"correct its name, or set a service's own settings as {PREFIX}… variables, "
-                f"or in the file that {FILE_VARIABLE} names",
+                remedy=f"correct the name; settings of services belong in {PREFIX}… variables or "
+                f"in the file named by {FILE_VARIABLE}",
             )
 
 
@@ -181,13 +183,13 @@ def _tables(file: Path, field: str) -> dict[str, Any]:
         return tomllib.loads(file.read_text())
     except OSError as error:
         raise CallerError(
-            f"{file} cannot be read: {error.strerror}",
+            f"cannot read {file}: {error.strerror}",
             field=field,
             remedy="name a readable TOML file",
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise CallerError(
-            f"{file} is not TOML: {error}", field=field, remedy="correct the file"
+            f"{file} is not valid TOML: {error}", field=field, remedy="correct the file"
         ) from None
 
 
@@ -202,7 +204,7 @@ def _check_finite(value: Any, source: str) -> None:
             _check_finite(inner, source)
     elif isinstance(value, float) and not math.isfinite(value):
         raise CallerError(
-            f"{source} is or has {value}", field=source, remedy="give a finite number"
+            f"{source} must be finite, got {value}", field=source, remedy="use a finite number"
         )
 
 
@@ -215,9 +217,9 @@ def _convert(kind: type[T], values: dict[str, Any], sources: dict[str, str]) -> 
         top = name.partition(".")[0].partition("[")[0]
         source = sources.get(top, name)
         raise CallerError(
-            f"{text} at {name or 'the top'}",
+            f"{text} at {name or 'the top level'}",
             field=source,
-            remedy=f"correct {source}: {_shorten(values.get(top))} does not fit",
+            remedy=f"correct {source}: {_shorten(values.get(top))} is not valid",
         ) from None
 
 

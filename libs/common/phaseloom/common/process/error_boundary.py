@@ -30,6 +30,6 @@ def error_boundary(metric: Metric, part: str) -> Iterator[None]:
     except PhaseloomError:
         raise
     except Exception as error:
-        log.exception("unforeseen, in a %s", part)
+        log.exception("unexpected error in a %s", part)
         metrics.count(metric, part=part)
         raise InternalError(unexpected_error(error).message) from error

@@ -145,7 +145,7 @@ def log_to_stderr(service: str, level: str, form: LogFormat = LogFormat.AUTO) ->
         root.setLevel(level.upper())
     except ValueError:
         raise CallerError(
-            f"{level!r} is no log level",
+            f"unknown log level {level!r}",
             field="PHASELOOM_LOG_LEVEL",
             remedy="use DEBUG, INFO, WARNING or ERROR",
         ) from None
@@ -227,7 +227,7 @@ async def _serve(service: str, serve: Serve) -> int:
             with suppress(Stopped):
                 await serve(stop)
         if not stop.is_set():
-            raise InternalError(f"{service} ended without having been told to stop")
+            raise InternalError(f"{service} ended without being asked to stop")
     except Exception as error:
         _log_end(service, error)
         return 1
@@ -263,7 +263,7 @@ class _StopSignal:
         timer.start()
 
     def _give_up(self) -> None:
-        log.critical("%s did not stop within %.0f s: exits hard", self._service, STOP_TIMEOUT_S)
+        log.critical("%s did not stop within %.0f s: exiting hard", self._service, STOP_TIMEOUT_S)
         sys.stderr.flush()
         os._exit(1)
 

@@ -62,17 +62,17 @@ def check_devices(
         available = gpus()
         if len(available) < len(devices):
             raise CallerError(
-                f"device_kind is cuda, and the CUDA driver shows {len(available)} GPUs for "
-                f"{len(devices)} devices",
+                f"expected {len(devices)} GPUs for device_kind cuda, but the CUDA driver shows "
+                f"{len(available)}",
                 code=Code.FAILED_PRECONDITION,
                 field=f"{section}.device_kind",
-                remedy="name as many devices as nvidia-smi lists, see to the driver "
-                "(`phaseloom doctor`), or leave device_kind out to emulate them",
+                remedy="configure as many devices as nvidia-smi lists, check the driver "
+                "(`phaseloom doctor`), or omit device_kind to emulate the devices",
             )
     for number, (required, limit) in enumerate(zip(devices, available, strict=False)):
         if required > limit:
             raise CallerError(
-                f"device {number} is to have {required} bytes, and there are {limit}",
+                f"device {number} must have at most {limit} bytes, got {required}",
                 code=Code.RESOURCE_EXHAUSTED,
                 field=f"{section}.devices",
                 remedy=f"set it to {limit} or less",
@@ -87,8 +87,8 @@ def check_memory(num_bytes: int, field: str) -> None:
     available = memory_bytes()
     if num_bytes > available:
         raise CallerError(
-            f"{field.rpartition('.')[2]} is {num_bytes}: this machine has {available} bytes of "
-            "memory",
+            f"{field.rpartition('.')[2]} must be at most {available}, the bytes of this machine's "
+            f"memory, got {num_bytes}",
             code=Code.RESOURCE_EXHAUSTED,
             field=field,
             remedy=f"set it to {available} or less",
@@ -107,12 +107,12 @@ def check_writable(directory: Path, field: str) -> None:
     nearest = next(candidate for candidate in (path, *path.parents) if os.path.exists(candidate))
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
         return
-    problem = "is not writable" if nearest.is_dir() else "is no directory"
+    problem = "is not writable" if nearest.is_dir() else "is not a directory"
     raise CallerError(
-        f"{directory} cannot be {'written' if nearest == path else 'made'}: {nearest} {problem}",
+        f"cannot {'write to' if nearest == path else 'create'} {directory}: {nearest} {problem}",
         code=Code.FAILED_PRECONDITION,
         field=field,
-        remedy="name a directory that this user can write, or make",
+        remedy="choose a directory that this user can write or create",
     )
 
 

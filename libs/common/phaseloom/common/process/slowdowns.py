@@ -61,20 +61,20 @@ def read(path: Path, needed: Iterable[str] = ()) -> SlowdownTable:
         raise _invalid(path, str(error)) from None
     for name, kind in table.kinds.items():
         if not kind.shares or min(*kind.shares, *kind.shares.values()) <= 0:
-            raise _invalid(path, f"kinds.{name}.shares: shares and slowdowns are positive")
+            raise _invalid(path, f"kinds.{name}.shares: shares and slowdowns must be positive")
     if any(factor <= 0 for row in table.beside.values() for factor in row.values()):
-        raise _invalid(path, "beside: factors are positive")
+        raise _invalid(path, "factors in `beside` must be positive")
     if any(name not in table.kinds for name in table.beside):
-        raise _invalid(path, "beside: a kind that is not among the kinds")
+        raise _invalid(path, "`beside` has a kind that `kinds` lacks")
     missing = [kind for kind in needed if kind not in table.kinds]
     if missing:
-        raise _invalid(path, f"kinds: it lacks {', '.join(missing)}")
+        raise _invalid(path, f"`kinds` lacks {', '.join(missing)}")
     return SlowdownTable(*msgspec.structs.astuple(table))
 
 
 def _invalid(path: Path, problem: str) -> CallerError:
     return CallerError(
-        f"{path.name} is no table of slowdowns: {problem}",
+        f"{path.name} is not a slowdown table: {problem}",
         field="slowdowns",
         remedy="measure one with `phaseloom measure-slowdown`",
     )

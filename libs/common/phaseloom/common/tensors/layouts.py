@@ -47,13 +47,13 @@ def check_layout(layout: Layout) -> None:
     for axis in layout.__struct_fields__:
         if getattr(layout, axis) < 1:
             raise CallerError(
-                f"{getattr(layout, axis)} is no number of ranks",
+                f"{axis} must be at least 1, got {getattr(layout, axis)}",
                 field=f"layout.{axis}",
                 remedy="use 1 or more",
             )
     if _stage_ranks(layout) % layout.ep:
         raise CallerError(
-            f"{layout.ep} does not divide the {_stage_ranks(layout)} ranks of a pipeline stage",
+            f"ep must divide the {_stage_ranks(layout)} ranks of a pipeline stage, got {layout.ep}",
             field="layout.ep",
             remedy="use a divisor of dp * cp * tp",
         )
@@ -120,7 +120,7 @@ def merge(kind: str, results: Sequence[Result], layout: Layout) -> Result:
         merged: Result = merge_parts([results[rank] for rank in reporting_ranks(layout)])
         return merged
     if any(result != results[0] for result in results):
-        raise InternalError(f"the ranks do not agree on the result of {kind}: {results}")
+        raise InternalError(f"the ranks disagree on the result of {kind}: {results}")
     return results[0]
 
 

@@ -88,10 +88,10 @@ def _read_directory(directory: Path) -> tuple[dict[str, Any], list[str], list[En
     """Return the model's config, the names of its safetensors files, and the tensors in them."""
     if not directory.is_dir():
         raise CallerError(
-            f"there is no directory {directory}",
+            f"the directory {directory} does not exist",
             code=Code.NOT_FOUND,
             field="directory",
-            remedy="name a directory with config.json and model*.safetensors",
+            remedy="pass a directory with config.json and model*.safetensors",
         )
     with _readable():
         config: dict[str, Any] = _decoded(directory / CONFIG_FILE, dict[str, Any])
@@ -109,11 +109,11 @@ def _readable() -> Iterator[None]:
             f"{error.filename} is missing",
             code=Code.NOT_FOUND,
             field="directory",
-            remedy="name a directory with config.json and model*.safetensors",
+            remedy="pass a directory with config.json and model*.safetensors",
         ) from None
     except OSError as error:
         raise CallerError(
-            f"{error.filename} cannot be read: {error.strerror}",
+            f"cannot read {error.filename}: {error.strerror}",
             code=Code.FAILED_PRECONDITION,
             field="directory",
             remedy="make the model's files readable",
@@ -131,11 +131,11 @@ def _weights(directory: Path) -> tuple[list[str], list[Entry]]:
     entries: list[Entry] = []
     for name in names:
         if Path(name).name != name:
-            raise _invalid(index, f"it names a file elsewhere: {name!r}")
+            raise _invalid(index, f"the index names a file outside the directory: {name!r}")
         entries += _entries(directory / name)
     names_in_files = sorted(entry.name for entry in entries)
     if names_in_files != sorted(weight_map):
-        raise _invalid(index, "it names other tensors than its files have")
+        raise _invalid(index, "the tensors in the index differ from those in the files")
     return [index.name, *names], entries
 
 
@@ -162,5 +162,5 @@ def _hashed(path: Path) -> ModelFile:
 
 def _invalid(path: Path, problem: str) -> CallerError:
     return CallerError(
-        f"{path}: {problem}", field="directory", remedy="fetch or save the model's files again"
+        f"{path}: {problem}", field="directory", remedy="download or save the model's files again"
     )

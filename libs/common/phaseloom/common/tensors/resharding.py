@@ -45,7 +45,9 @@ def item_bytes(dtype: str) -> int:
         return _ITEM_BYTES[dtype]
     except KeyError:
         raise CallerError(
-            f"{dtype!r} is no dtype of weights", field="dtype", remedy=f"use one of {_ITEM_BYTES}"
+            f"unsupported dtype of weights {dtype!r}",
+            field="dtype",
+            remedy=f"use one of {', '.join(_ITEM_BYTES)}",
         ) from None
 
 
@@ -254,7 +256,7 @@ def _cells(name: str, targets: _Held, sources: _Held) -> list[_Cell]:
             raise CallerError(
                 f"no part of the version has {name} from {list(box.start)} on",
                 code=Code.FAILED_PRECONDITION,
-                remedy="sync between deployments of one model only",
+                remedy="sync only between deployments of the same model",
             )
         cells.append(_Cell(box, starts, uses))
     return cells

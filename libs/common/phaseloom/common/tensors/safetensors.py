@@ -68,7 +68,7 @@ def item_bytes(dtype: str) -> int:
     try:
         return _ITEMS[dtype][1]
     except KeyError:
-        raise ValueError(f"safetensors has no {dtype!r}") from None
+        raise ValueError(f"safetensors has no dtype {dtype!r}") from None
 
 
 def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
@@ -109,10 +109,10 @@ def header_bytes(prefix: bytes) -> int:
     Raises: ValueError: the file is truncated, or the length exceeds the limit.
     """
     if len(prefix) < LENGTH_BYTES:
-        raise ValueError("it is cut short")
+        raise ValueError("the file is truncated")
     length: int = _LENGTH.unpack(prefix[:LENGTH_BYTES])[0]
     if length > MAX_HEADER_BYTES:
-        raise ValueError(f"its header claims {length} bytes")
+        raise ValueError(f"the header must have at most {MAX_HEADER_BYTES} bytes, got {length}")
     return length
 
 
@@ -136,22 +136,22 @@ def decode_header(text: bytes, file_bytes: int) -> list[Entry]:
             name: msgspec.json.decode(value, type=_Described) for name, value in raw.items()
         }
     except msgspec.DecodeError as error:
-        raise ValueError(f"its header cannot be read: {error}") from None
+        raise ValueError(f"cannot decode the header: {error}") from None
     start = LENGTH_BYTES + len(text)
     end = start
     entries = []
     for name, tensor in sorted(described.items(), key=lambda item: item[1].data_offsets):
         if tensor.dtype not in _NAMES or any(size < 0 for size in tensor.shape):
-            raise ValueError(f"{name} is {tensor.dtype} {tensor.shape}")
+            raise ValueError(f"{name} has an invalid type: {tensor.dtype} {tensor.shape}")
         entry = Entry(
             name, _NAMES[tensor.dtype], tuple(tensor.shape), start + tensor.data_offsets[0]
         )
         if entry.offset != end or entry.end != start + tensor.data_offsets[1]:
-            raise ValueError(f"{name} is not where it must be")
+            raise ValueError(f"{name} has an invalid offset or size")
         end = entry.end
         entries.append(entry)
     if end != file_bytes:
-        raise ValueError(f"it has {file_bytes} bytes, and its tensors end at {end}")
+        raise ValueError(f"the tensors end at {end}, but the file has {file_bytes} bytes")
     return entries
 
 

@@ -96,9 +96,9 @@ class TensorTable:
         count = len(columns.names)
         lengths = (len(columns.numbers), len(columns.offsets), len(columns.sizes))
         if lengths != (4 * count, 8 * count, 8 * count):
-            raise _unreadable("its columns differ in length")
+            raise _unreadable("the columns differ in length")
         if max(_unpacked("I", columns.numbers), default=-1) >= len(columns.kinds):
-            raise _unreadable("a tensor is of no kind")
+            raise _unreadable("a tensor has an unknown kind")
         return cls(bytes(packed), columns)
 
     def __len__(self) -> int:
@@ -194,7 +194,7 @@ EMPTY = TensorTable.of([])
 
 def _unreadable(problem: str) -> CallerError:
     return CallerError(
-        f"no table of tensors: {problem}",
+        f"invalid tensor table: {problem}",
         field="tensors",
         remedy=f"send the packed columns of at most {MAX_TENSORS} tensors",
     )

@@ -50,7 +50,7 @@ class UncachedFile:
         while num_bytes_read < needed:
             num_read = self._read(buffer[num_bytes_read:], start + num_bytes_read)
             if num_read == 0:
-                raise OSError(f"it ends before byte {offset + num_bytes}")
+                raise OSError(f"the file ends before byte {offset + num_bytes}")
             num_bytes_read += num_read
         return buffer[offset - start : needed]
 

@@ -18,7 +18,7 @@ from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import Role, TensorSlot, VersionParts
 
 _PART = re.compile(r"(0|[1-9][0-9]{0,5})of[1-9][0-9]{0,5}\Z")
-_REMEDY = "count parts from 0: `2of4` is the third of four"
+_REMEDY = "number parts from 0: `2of4` is the third of four"
 _MANIFEST = "manifest"
 
 
@@ -32,7 +32,7 @@ def check_part(part: str, field: str) -> str:
     Raises: CallerError: it is not a valid part name.
     """
     if not _PART.match(part):
-        raise CallerError(f"{part!r} is no part", field=field, remedy=_REMEDY)
+        raise CallerError(f"{part!r} is not a valid part name", field=field, remedy=_REMEDY)
     return part
 
 
@@ -62,7 +62,7 @@ def decode_manifest(memory: bytes | memoryview, version: VersionKey) -> VersionP
         return msgspec.msgpack.decode(memory, type=VersionParts)
     except msgspec.DecodeError as error:
         raise ResourceError(
-            f"the manifest of version {version} cannot be read: {error}", code=Code.DATA_LOSS
+            f"cannot decode the manifest of version {version}: {error}", code=Code.DATA_LOSS
         ) from None
 
 

@@ -108,7 +108,7 @@ class Bus:
                 try:
                     return await bus.provision()
                 except (nats.errors.Error, NatsTimeoutError) as error:
-                    log.log(level, "streams are not provisioned yet: %r", error)
+                    log.log(level, "cannot provision streams yet: %r", error)
                     level = logging.DEBUG
                     await asyncio.sleep(PAUSE_S)
 
@@ -171,15 +171,16 @@ class Bus:
                             raise
                         is_news, reason = repr(error) != reason, repr(error)
                         level = logging.WARNING if is_news else logging.DEBUG
-                        log.log(level, "streams are not provisioned yet: %s", reason)
+                        log.log(level, "cannot provision streams yet: %s", reason)
                         await asyncio.sleep(PAUSE_S)
         except BaseException as error:
             await close_client(self.client)
             if isinstance(error, TimeoutError):
                 raise ResourceError(
-                    f"the NATS server did not make the streams within {SERVICE_CONNECT_S:.0f} s: "
+                    f"the NATS server did not create the streams within {SERVICE_CONNECT_S:.0f} s: "
                     f"{reason}",
-                    remedy="is JetStream enabled there? is its machine overloaded, or its disk?",
+                    remedy="check that JetStream is enabled and that the server's machine and disk "
+                    "are not overloaded",
                 ) from error
             raise
 
@@ -197,11 +198,11 @@ class Bus:
                 if error.err_code != _NO_STORAGE:
                     raise
                 raise ResourceError(
-                    f"the NATS server's disk has no room for the {config.max_bytes} bytes that the "
-                    f"stream {config.name} may take",
+                    f"the NATS server's disk has no room for stream {config.name}, which may need "
+                    f"{config.max_bytes} bytes",
                     code=Code.RESOURCE_EXHAUSTED,
-                    remedy="have the server's store on a disk with more room; of a tenant's stream "
-                    "ops_max_bytes says how much it may take",
+                    remedy="move the server's store to a larger disk; for a tenant's stream, lower "
+                    "ops_max_bytes",
                 ) from error
 
     async def _ensure_bucket(self, config: api.KeyValueConfig) -> None:
@@ -357,7 +358,7 @@ class Bus:
                 )
             except (NatsTimeoutError, nats.errors.Error) as error:
                 if is_transient(error):
-                    log.warning("no consumer %s yet: %r", durable, error)
+                    log.warning("cannot create consumer %s yet: %r", durable, error)
                 elif not _can_consume_soon(error):
                     raise
                 await asyncio.sleep(_CONSUMER_BOUND_PAUSE_S)

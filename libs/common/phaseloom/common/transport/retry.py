@@ -63,7 +63,9 @@ async def until_done(
             reason = repr(error)
             if is_full and is_news and report_full is not None:
                 await _report(report_full, reason)
-        log.log(logging.WARNING if is_news else logging.DEBUG, "%s: %s; again", label, reason)
+        log.log(
+            logging.WARNING if is_news else logging.DEBUG, "%s: %s; trying again", label, reason
+        )
         is_news = False
         await asyncio.sleep(_PAUSE_S)
 
@@ -72,7 +74,7 @@ async def _report(report_full: Callable[[str], Awaitable[None]], reason: str) ->
     try:
         await report_full(reason)
     except NatsError as error:
-        log.warning("nobody could be told: %r", error)
+        log.warning("cannot publish the notice: %r", error)
 
 
 def _is_full(error: Exception) -> bool:

@@ -116,8 +116,8 @@ def _endpoint(
         except PhaseloomError as error:
             await _refuse(request, error.info, content_type)
         except (nats.errors.Error, JetStreamError) as error:
-            log.warning("%s: the bus failed: %r", call, error)
-            info = ResourceError(f"{call}: the bus failed: {error!r}", remedy="try again").info
+            log.warning("%s: the bus call failed: %r", call, error)
+            info = ResourceError(f"{call}: the bus call failed: {error!r}", remedy="try again").info
             await _refuse(request, info, content_type)
         except Exception:
             # Report a bug to the caller and keep the endpoint running; the traceback is for us.
@@ -217,7 +217,7 @@ async def _answer(asking: Awaitable[Msg], subject: str, num_bytes: int) -> Msg:
         return await asking
     except nats.errors.MaxPayloadError:
         raise CallerError(
-            f"{num_bytes} bytes are more than one message may have",
+            f"{num_bytes} bytes exceed the size of one message",
             remedy="send fewer samples at once",
         ) from None
     except (nats.errors.Error, OSError) as error:
@@ -251,7 +251,7 @@ async def answer_requests(
         try:
             await client.publish(message.reply, payload, headers={CONTENT_TYPE: MSGPACK})
         except nats.errors.Error as error:
-            log.debug("an answer on %s was not sent: %r", subject, error)
+            log.debug("cannot send an answer on %s: %r", subject, error)
 
     async with asyncio.TaskGroup() as tasks:
 
