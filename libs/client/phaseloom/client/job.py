@@ -326,10 +326,10 @@ class Deployment:
     ) -> OperationHandle[Any]:
         """Submit an operation under a number that the caller chose.
 
-        Operations run in the order of their numbers, whatever the order of submission. A number
-        that is never submitted blocks all later ones. Submitting the same operation again, in a
-        later session of the job, gives the same outcome. The arrays of the result are packed;
-        `int32s` and `float32s` unpack them.
+        Operations run in the order of their numbers, not in the order of submission. A number that
+        is never submitted blocks all later ones. Submitting the same operation again, in a later
+        session of the job, gives the same outcome. The arrays of the result are packed; `int32s`
+        and `float32s` unpack them.
 
         Args:   id: unique name of the operation; reuse it only to submit the same operation again.
         Raises: CallerError: the number is below 1 or has too many digits.

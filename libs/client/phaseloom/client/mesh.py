@@ -197,7 +197,7 @@ class MeshJob(Job):
     async def delete_deployment(self, name: str) -> None:
         """Drop a deployment of this job. Its open operations end as ABORTED.
 
-        Await the operations that matter first, and submit no more, since later ones are refused.
+        Await the operations that matter first, and submit no further ones, since they are refused.
         Weights versions of the deployment that other deployments use are kept.
         """
         await self._mesh.delete_deployment(api.DeploymentRequest(self.name, name))

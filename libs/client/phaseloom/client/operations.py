@@ -182,7 +182,7 @@ class OperationHandle(Generic[R_co]):
         await self._cancel(keeps_partial=False)
 
     async def stop(self) -> None:
-        """Stop a running `generate`, and keep the tokens sampled so far.
+        """Stop a running `generate`, and keep the tokens already sampled.
 
         Awaiting the handle then returns the result. An unfinished sample has the stop_reason
         `partial`; `continued` makes the prompt that continues it, token for token. An operation

@@ -1,9 +1,9 @@
 """Rollouts whose weights can be updated while they run, starting with the next token.
 
-An update stops the `generate` operations in flight, which return the tokens sampled so far. It then
-syncs the weights and submits operations that continue the samples. A continued sample uses the same
-random draws as one that was never interrupted. Its KV cache is recomputed with the new weights,
-unless the update keeps it.
+An update stops the `generate` operations in flight, which return the tokens already sampled. It
+then syncs the weights and submits operations that continue the samples. A continued sample uses the
+same random draws as one that was never interrupted. Its KV cache is recomputed with the new
+weights, unless the update keeps it.
 
 So each operation on the mesh is an ordinary one, which runs with a single version from its first
 token to its last. It is ordered, recovered and accounted for like any other, on every backend.
@@ -100,7 +100,7 @@ class Rollout:
         return self._outcome.done()
 
     async def stop(self) -> None:
-        """End the rollout with the tokens sampled so far. Unfinished samples stay `partial`.
+        """End the rollout with the tokens already sampled. Unfinished samples stay `partial`.
 
         Raises: PhaseloomError: the mesh refused or did not answer.
         """
@@ -108,8 +108,8 @@ class Rollout:
         await self.interrupt()
 
     async def interrupt(self) -> None:
-        """Stop the operations in flight, which return the tokens sampled so far. Unless the rollout
-        was stopped, the remaining tokens are requested again."""
+        """Stop the operations in flight, which return the tokens already sampled. Unless the
+        rollout was stopped, request the remaining tokens again."""
         operations = [*self._in_flight]
         for operation in operations:
             operation.is_interrupted = True

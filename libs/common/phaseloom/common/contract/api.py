@@ -156,7 +156,7 @@ class CancelRequest(OperationRequest, frozen=True, omit_defaults=True):
     """`pl.v1.api.<tenant>.operation.cancel`."""
 
     keeps_partial: bool = False
-    """Whether a running `generate` ends COMPLETED with the tokens sampled so far. An unfinished
+    """Whether a running `generate` ends COMPLETED with the tokens already sampled. An unfinished
     sample has the stop_reason `partial`."""
 
 
@@ -305,8 +305,8 @@ class CheckpointDeleted(msgspec.Struct, frozen=True):
 
 
 class OpenedArchive(msgspec.Struct, frozen=True):
-    """A checkpoint opened as a tar file. Its content stays the same whatever happens to the
-    checkpoint. It closes after a minute without reads."""
+    """A checkpoint opened as a tar file. Later changes to the checkpoint do not affect it. It
+    closes after a minute without reads."""
 
     archive: str
     """The name of the archive for `checkpoint.read`."""

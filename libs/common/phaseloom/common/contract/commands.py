@@ -162,7 +162,7 @@ class CancelOperation(NodeCommand, frozen=True):
     operation: OperationKey
     incarnation: int
     keeps_partial: bool = False
-    """Whether a `generate` completes with the tokens sampled so far."""
+    """Whether a `generate` completes with the tokens already sampled."""
 
 
 class AdjustClaims(NodeCommand, frozen=True):

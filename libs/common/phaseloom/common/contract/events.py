@@ -191,7 +191,7 @@ class CancelRequested(Message, frozen=True, omit_defaults=True):
     request: str
     """The id of the API request that caused the event."""
     keeps_partial: bool = False
-    """Whether a running `generate` completes with the tokens sampled so far."""
+    """Whether a running `generate` completes with the tokens already sampled."""
 
 
 class QueuedOperation(Message, frozen=True, omit_defaults=True):

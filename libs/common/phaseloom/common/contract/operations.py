@@ -434,7 +434,7 @@ class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     num_total: int
     """Upper bound of the operation's tokens. It may end with fewer."""
     drawn: list[DrawnTokens] = []
-    """New tokens, for a `generate` with `stream`. Those of one sample are in order."""
+    """New tokens, for a `generate` with `stream`. The tokens of each sample are in order."""
     weights_seq: int = 0
     """The `seq` of the deployment's last mutating operation before this one, which made the weights
     that sampled the tokens."""

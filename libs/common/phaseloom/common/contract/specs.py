@@ -192,7 +192,7 @@ class SlowdownTable(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     source: str
-    """Where the numbers come from; for people."""
+    """Origin of the numbers; for people."""
     kinds: dict[str, KindSlowdown]
     splits: tuple[float, ...] = (0.25, 0.5, 0.75)
     """Shares that the first of two sub-stages may get; the second one gets the remainder."""
@@ -366,7 +366,7 @@ SCHEDULER_BOUNDS: Mapping[str, tuple[float, float]] = {
 
 
 class Capabilities(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a backend on a node supports. agent → scheduler."""
+    """The features that a backend on a node supports. agent → scheduler."""
 
     kinds: tuple[str, ...]
     """Kinds of operations."""

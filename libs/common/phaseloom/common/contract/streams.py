@@ -1,4 +1,4 @@
-"""Subjects and streams: where each message is stored, who writes it and who reads it.
+"""Subjects and streams: the storage, writers and readers of each message.
 
 `Bus.provision` creates the streams and buckets listed here. The list also defines who may publish
 what.

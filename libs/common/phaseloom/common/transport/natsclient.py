@@ -1,21 +1,22 @@
-"""nats-py's client with a shorter way for the messages of an operation's path.
+"""nats-py's client with faster paths for the messages of an operation.
 
-In all else (connecting, reconnecting, subscriptions, draining) it is nats-py's client. The methods
-that are overridden were measured to be most of an operation's cost; each falls back to nats-py
-where its case is not the common one. They save a pass through the event loop per message on every
+Everything else (connecting, reconnecting, subscriptions, draining) is nats-py's. Measurements
+showed that the overridden methods made up most of an operation's cost. Each of them falls back to
+nats-py outside the common case. They save one pass through the event loop per message on every
 side:
 
-- A message is written to the connection at once. The other messages that the same pass of the loop
-  publishes are written together at the end of the pass. Nothing is handed to a flushing task.
-- Messages are cut out of the bytes that were read without regular expressions, and without a copy
-  for each.
-- A request's answer goes from the reading task to whoever waits for it, not through a queue and a
-  second task. Giving up a request that is just being answered loses no cancellation.
-- A client that is closed has ended its attempts to reconnect.
-- An error with which the server ends a connection does not end the client: it connects again.
-- `hand_over` and `each` take a subscription's messages without a task per subscription or message.
+- A message is written to the connection at once. Further messages published in the same pass of the
+  event loop are written together at its end. No flushing task is involved.
+- Messages are parsed from the received bytes without regular expressions and without copying each.
+- The answer to a request goes directly from the reading task to the waiting task, without a queue
+  and a second task. Cancelling a request at the moment of its answer does not lose the
+  cancellation.
+- Closing the client also ends its reconnection attempts.
+- If the server ends a connection with an error, the client reconnects instead of closing.
+- `hand_over` and `each` receive a subscription's messages without a task per subscription or
+  message.
 
-The client uses nats-py's internals, hence the bound on its version in pyproject.toml.
+The client uses nats-py's internals, so pyproject.toml restricts its version.
 """
 
 from __future__ import annotations
@@ -43,16 +44,18 @@ _STATUS_START = b"NATS/1.0 "
 _STATUS_LINES = 2
 _NO_RESPONDERS = "503"
 _OF_SERVER = ("$JS.", "$KV.")
-"""How the subjects begin that only the server answers on."""
+"""Prefixes of subjects on which only the server answers."""
 _OF_NATS_PY = ("permissions violation", "stale connection")
-"""In the server's errors that leave a client connected, or have nats-py connect again."""
+"""Parts of server errors that nats-py handles itself, by staying connected or reconnecting."""
 _GIVEN_UP = (None, None)
 _MAX_UNSENT_BYTES = 2 * 2**20
-"""Most bytes in the connection's buffer; above that a publisher waits until the server reads on."""
+"""Maximum size of the connection's buffer. Above it, publishers wait until the server reads
+more."""
 
 
 class _Reader(Parser):
-    """A parser that takes whole messages itself and leaves the server's commands to nats-py's."""
+    """A parser that handles complete messages itself and leaves the server's other commands to
+    nats-py."""
 
     def __init__(self, client: MeshClient) -> None:
         super().__init__(client)
@@ -61,13 +64,13 @@ class _Reader(Parser):
     def reset(self) -> None:
         super().reset()
         self._wanted = 0
-        """Bytes up to the end of the message that `buf` begins with; 0 where that is not known."""
+        """Bytes up to the end of the message at the start of `buf`; 0: unknown."""
         self._is_reset = True
 
     async def parse(self, data: bytes = b"") -> None:
         is_all = len(data) < DEFAULT_BUFFER_SIZE
         await self._take(data)
-        # This is awaited between two reads of the connection.
+        # The client awaits this between two reads of the connection.
         if self._client.read_pause_s and is_all:
             await asyncio.sleep(self._client.read_pause_s)
 
@@ -75,7 +78,7 @@ class _Reader(Parser):
         if self.buf:
             self.buf += data
             if len(self.buf) < self._wanted:
-                return  # the message is not whole yet: do not parse it again for every piece
+                return  # the message is incomplete: do not parse it again for every chunk
             data = bytes(self.buf)
             self.buf.clear()
         self._wanted = 0
@@ -93,7 +96,7 @@ class _Reader(Parser):
                 case _:
                     await super().parse(data[start : end + 2])
                     if self._is_reset:
-                        return  # the connection is over, and with it what is left of its data
+                        return  # the connection has ended: drop its remaining data
                     start = end + 2
                     continue
             first, last = end + 2, end + 2 + int(size)
@@ -109,21 +112,22 @@ class _Reader(Parser):
 
 
 class MeshClient(Client):
-    """nats-py's client, with shorter ways to publish, request and read; see the module.
+    """nats-py's client with faster ways to publish, request and read; see the module.
 
-    `request` has nats-py's contract.
+    `request` has the same contract as in nats-py.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._ps = _Reader(self)
         self.read_pause_s = 0.0
-        """The pause after everything that had come was read, in which more gathers. It adds as much
-        latency: for a process that follows a stream and for which nobody waits."""
+        """Pause after all available data has been read, so that more accumulates. It adds the same
+        latency, so use it only in processes that follow a stream and that no other process waits
+        for."""
         self._answers: dict[bytes, tuple[asyncio.Future[Msg], list[Msg] | None]] = {}
-        """For each open request its answer, and the list for messages that come before its last.
+        """For each open request: its answer, and a list for the messages before the last one.
 
-        The list is None where the answer is a single message.
+        The list is None if the answer is a single message.
         """
         self._of_server: set[asyncio.Future[Msg]] = set()
         """The answers among them that the server gives, and not a service."""
@@ -132,13 +136,13 @@ class MeshClient(Client):
         self._inbox_sid = -1
         self._numbers = itertools.count(1)
         self._gathered: list[bytes] = []
-        """The commands to write at the end of this pass of the event loop."""
+        """Commands to write at the end of this pass of the event loop."""
         self._is_gathering = False
         self.denial: ErrorInfo | None = None
-        """Why the servers that the client was connected to do not take it again; None: they do, or
-        it is not known."""
+        """Why the servers reject the client after it was connected; None: they do not, or it is
+        unknown."""
         self.denied = asyncio.Event()
-        """Whether there is a denial."""
+        """Set while there is a denial."""
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -161,19 +165,20 @@ class MeshClient(Client):
         timeout: float,
         headers: dict[str, Any] | None = None,
     ) -> Msg:
-        """Like `request`, where the server itself answers, as it does to a publish to a stream.
+        """Like `request`, for requests that the server itself answers, such as a publish to a
+        stream.
 
-        Raises: nats.errors.TimeoutError: also as soon as the connection is lost: the server that
-                was asked never answers, and what was asked may be asked again.
+        Raises: nats.errors.TimeoutError: also as soon as the connection is lost. That server will
+                never answer, and the request may be repeated.
         """
         return _answered(await self._ask(subject, payload, timeout, headers, of_server=True))
 
     async def request_many(
         self, subject: str, payload: bytes = b"", timeout: float = 0.5
     ) -> list[Msg]:
-        """Like `ask_server`, for an answer of several messages, of which the last has a status.
+        """Like `ask_server`, for an answer of several messages. The last one has a status.
 
-        Returns: all of them, the one with the status included.
+        Returns: all messages, including the one with the status.
         """
         before: list[Msg] = []
         last = await self._ask(subject, payload, timeout, None, before, of_server=True)
@@ -189,12 +194,12 @@ class MeshClient(Client):
         *,
         of_server: bool = False,
     ) -> Msg:
-        """Send a request and wait for its answer's last message.
+        """Send a request and wait for the last message of its answer.
 
-        Args: before: a list that takes the messages before the one with a status; None: the first
-                  message that comes is the answer.
-              of_server: whether the server answers, and no service: the answer is lost with the
-                  connection.
+        Args:   before: a list for the messages before the one with a status; None: the first
+                    message is the answer.
+                of_server: whether the server answers, and not a service. Such an answer is lost
+                    with the connection.
         """
         if not self._inbox:
             await self._open_inbox()
@@ -216,7 +221,7 @@ class MeshClient(Client):
     async def _open_inbox(self) -> None:
         inbox = f"{self.new_inbox()}."
         subscribing = self.subscribe(f"{inbox}*")
-        # Set before the first wait: two first requests at once share the inbox.
+        # Set before the first await, so that two concurrent first requests share the inbox.
         self._inbox, self._inbox_bytes = inbox, len(inbox)
         self._inbox_sid = (await subscribing)._id
 
@@ -231,7 +236,7 @@ class MeshClient(Client):
             return
         parsed = await self._process_headers(headers)
         message = Msg(self, subject.decode(), "", data, parsed)
-        # The first line tells a status: a header of that name may be the publisher's.
+        # Only the first line shows a status: the publisher may set a header named Status.
         if before is None or (headers and headers.startswith(_STATUS_START)):
             answer.set_result(message)
         else:
@@ -244,7 +249,7 @@ class MeshClient(Client):
             if headers.startswith(_STATUS_START) and headers.count(b"\r\n") == _STATUS_LINES:
                 return _status(headers)
         except ValueError:
-            pass  # nats-py knows more forms
+            pass  # nats-py parses more forms
         parsed: dict[str, str] | None = await super()._process_headers(headers)
         return parsed
 
@@ -291,8 +296,8 @@ class MeshClient(Client):
             self._pending_data_size += len(commands)
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
-        # A ping's answer says that the server has taken everything sent before it. nats-py would
-        # write the ping ahead of the commands that wait for its flushing task.
+        # The answer to a ping confirms everything sent before it, but nats-py would write the ping
+        # before the commands that wait for its flushing task.
         self._write_gathered()
         if self._pending and self._transport is not None:
             self._transport.writelines(self._pending)
@@ -300,7 +305,7 @@ class MeshClient(Client):
         await super()._send_ping(future)
 
     def deny(self, why: ErrorInfo | None) -> None:
-        """Tell whoever uses the client that the servers do not take it; None: that they do."""
+        """Record why the servers reject this client; None: they no longer do."""
         self.denial = why
         if why is None:
             self.denied.clear()
@@ -311,7 +316,8 @@ class MeshClient(Client):
         if not self.is_connected or any(each in err_msg.lower() for each in _OF_NATS_PY):
             await super()._process_err(err_msg)
             return
-        # nats-py would close the client for good, as after a reload of the server's settings.
+        # nats-py would close the client permanently, for example after the server reloads its
+        # settings.
         error = nats.errors.Error(f"nats: {err_msg}")
         await self._error_cb(error)
         await self._process_op_err(error)
@@ -319,12 +325,12 @@ class MeshClient(Client):
     async def _attempt_reconnect(self) -> None:
         for answer in self._of_server:
             _time_out(answer)
-        # nats-py would wait until what is unsent was sent, to a server that may stand still.
+        # nats-py would wait until unsent data is sent, but the server may be frozen.
         self._abort_connection()
         await super()._attempt_reconnect()
 
     async def _select_next_server(self) -> None:
-        # nats-py leaves the connection of an attempt that a server has denied open.
+        # nats-py leaves the connection open if a server denied the attempt.
         self._abort_connection()
         await super()._select_next_server()
 
@@ -342,17 +348,17 @@ class MeshClient(Client):
         reconnecting = self._reconnection_task
         if reconnecting in (None, asyncio.current_task()) or reconnecting.done():
             return
-        # nats-py cancels it once. On Python 3.11 an attempt that fails, or comes through, at that
-        # moment swallows this and goes on, and connects once the server is back.
+        # nats-py cancels this task once. On Python 3.11, an attempt that fails or succeeds at that
+        # moment swallows the cancellation, continues, and connects once the server is back.
         await lifecycle.end([reconnecting])
         self._status = Client.CLOSED
         if self._transport is not None:
             self._transport.close()  # type: ignore[no-untyped-call]
 
     def _free_writer(self) -> asyncio.WriteTransport | None:
-        """The connection, if it can be written to at once; else None.
+        """Return the connection if it can be written to at once, otherwise None.
 
-        It cannot where nats-py still has commands to write first, or the buffer is full.
+        It cannot if nats-py still has commands to write first, or if the buffer is full.
         """
         if self._pending or self._status != Client.CONNECTED:
             return None
@@ -362,9 +368,9 @@ class MeshClient(Client):
 
 
 def _headers(block: bytes) -> dict[str, str]:
-    """The headers of a block without a status.
+    """Parse a header block without a status.
 
-    Raises: ValueError: a line is not of the form `Name: value`.
+    Raises: ValueError: a line does not have the form `Name: value`.
     """
     lines = block[len(_HEADER_START) : -4].decode().split("\r\n")
     pairs = [line.split(": ", 1) for line in lines]
@@ -372,14 +378,15 @@ def _headers(block: bytes) -> dict[str, str]:
 
 
 def _status(block: bytes) -> dict[str, str]:
-    """The headers of a block that has nothing but a status."""
+    """Parse a header block that consists of a status only."""
     status, _, description = block[len(_STATUS_START) : -4].decode().partition(" ")
     return {"Status": status, "Description": description}
 
 
 def _head(headers: dict[str, Any]) -> str | None:
-    """The header block of a message; None where a name or a value needs nats-py's care."""
-    # `strip` makes a plain string of a name from nats-py's enumeration, which formats otherwise.
+    """Format the header block of a message; None: a name or value needs nats-py's own
+    formatting."""
+    # `strip` converts members of nats-py's enumeration, which format differently, to plain strings.
     lines = [f"{name.strip()}: {value}\r\n" for name, value in headers.items()]
     head = "".join(lines)
     if not head.isascii() or head.count("\n") != len(lines) or head.count("\r") != len(lines):
@@ -388,7 +395,8 @@ def _head(headers: dict[str, Any]) -> str | None:
 
 
 def _answered(message: Msg) -> Msg:
-    """The answer. Raises: NoRespondersError: it says that nobody listens on the subject."""
+    """Return the answer. Raises: NoRespondersError: it reports that nobody listens on the
+    subject."""
     if message.headers and message.headers.get("Status") == _NO_RESPONDERS:
         raise nats.errors.NoRespondersError
     return message
@@ -403,7 +411,7 @@ def _time_out(answer: asyncio.Future[Msg]) -> None:
 
 
 class _Direct(asyncio.Queue[Msg]):
-    """A stand-in for a subscription's queue, which hands each message over as it is read."""
+    """A replacement for a subscription's queue that passes each message on as it is read."""
 
     def __init__(self, take: Callable[[Msg], None]) -> None:
         super().__init__()
@@ -413,15 +421,15 @@ class _Direct(asyncio.Queue[Msg]):
         try:
             self._take(item)
         except Exception as error:
-            # Raised in the client's reading task, it would end the connection's.
+            # If this were raised in the client's reading task, it would end the connection.
             log.error("a message handler failed: %r", error, exc_info=error)
 
 
 def hand_over(subscription: Subscription, take: Callable[[Msg], None]) -> None:
-    """Have `take` called with every message of a subscription that was made without a callback.
+    """Call `take` with every message of a subscription that was made without a callback.
 
-    `take` is called in the order of arrival, from the task that reads the connection. It must not
-    block, and starts a task for whatever takes time.
+    The task that reads the connection calls `take`, in the order of arrival. It must not block, and
+    starts a task for slow work.
     """
     waiting = subscription._pending_queue
     direct = _Direct(take)
@@ -433,7 +441,7 @@ def hand_over(subscription: Subscription, take: Callable[[Msg], None]) -> None:
 
 
 class _End:
-    """A stand-in for a subscription's iterator, which ends `each` when the subscription ends."""
+    """A replacement for a subscription's iterator. It ends `each` when the subscription ends."""
 
     def __init__(self, queue: asyncio.Queue[Any]) -> None:
         self._queue = queue
@@ -443,7 +451,7 @@ class _End:
 
 
 async def each(subscription: Subscription) -> AsyncGenerator[Msg, None]:
-    """The messages of a subscription that was made without a callback.
+    """Yield the messages of a subscription that was made without a callback.
 
     They end when the subscription or its connection ends.
     """
@@ -457,7 +465,8 @@ async def each(subscription: Subscription) -> AsyncGenerator[Msg, None]:
 
 
 def _receiving(subscription: Subscription) -> Subscription:
-    """The subscription that the client puts messages in; a JetStream subscription is a copy."""
+    """Return the subscription that the client puts messages into; a JetStream subscription is a
+    copy of it."""
     if isinstance(subscription, JetStreamContext.PushSubscription):
         original: Subscription = subscription._sub
         return original
