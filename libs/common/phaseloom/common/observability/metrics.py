@@ -111,38 +111,38 @@ OPERATION_WAIT = _profiler.histogram(
     "operation.wait",
     "s",
     "pool kind",
-    "From ready (queued, its predecessors and everything in `after` done) to its start",
+    "Time from ready (queued, with its predecessors and everything in `after` done) to the start",
 )
 OPERATION_DURATION = _profiler.histogram(
-    "operation.duration", "s", "pool kind", "Execution on the device, replays left out"
+    "operation.duration", "s", "pool kind", "Execution time on the device, without replays"
 )
 OPERATIONS_FINISHED = _profiler.counter(
     "operations.finished",
     "{operation}",
     "tenant kind outcome",
-    "Operations that ran, by outcome, replays left out",
+    "Operations that ran, by outcome, without replays",
 )
 OPERATIONS_REPLAYED = _profiler.counter(
     "operations.replayed",
     "{operation}",
     "kind",
-    "Operations run again to rebuild a WPG that was lost",
+    "Operations run again to rebuild a lost WPG",
 )
 OPERATION_TOKENS = _profiler.counter(
-    "operation.tokens", "{token}", "pool kind", "Tokens that operations worked on"
+    "operation.tokens", "{token}", "pool kind", "Tokens that operations processed"
 )
 SWITCH_DURATION = _profiler.histogram(
     "switch.duration",
     "s",
     "node part",
-    "Context switches that moved bytes; part is `offload` or `load`",
+    "Duration of context switches that moved bytes; part is `offload` or `load`",
 )
 SWITCH_HIDDEN = _profiler.counter(
     "switch.hidden",
     "s",
     "node",
-    "Switch seconds in which no ready operation waited for the device; over the sum of "
-    "`phaseloom.switch.duration` it is the hidden share",
+    "Seconds of switches in which no ready operation waited for the device; divided by the "
+    "sum of `phaseloom.switch.duration` it is the hidden share",
 )
 SWITCH_MOVED = _profiler.counter(
     "switch.moved",
@@ -160,7 +160,7 @@ DEVICE_BUSY = _profiler.counter(
     "device.busy",
     "s",
     "node device",
-    "Seconds in which an operation ran on the device; its rate is the busy share",
+    "Seconds in which the device ran an operation; its rate is the utilization",
 )
 ACTIVATIONS_REFUSED = _profiler.counter(
     "activations.refused",
@@ -174,10 +174,10 @@ WPG_LOSSES = _profiler.counter(
     "node code",
     "Worker-process groups that died or were stopped, by error code",
 )
-NODE_LOSSES = _profiler.counter("node.losses", "{node}", "node", "Times that a node was lost")
+NODE_LOSSES = _profiler.counter("node.losses", "{node}", "node", "Number of times a node was lost")
 SEALS = _profiler.counter("seals", "{seal}", "node result", "Seals `committed` and `failed`")
 JOB_PERIOD = _profiler.gauge(
-    "job.period", "s", "tenant job", "A job's cycle as measured; absent until one is found"
+    "job.period", "s", "tenant job", "A job's measured cycle; absent until one is detected"
 )
 PROFILER_LAG = _profiler.gauge(
     "profiler.lag", "{entry}", "", "Entries of the decision log that the profiler has not read yet"
@@ -190,31 +190,34 @@ QUEUE_DEPTH = _scheduler.gauge(
     "queue.depth",
     "{operation}",
     "tenant job",
-    "Operations without an outcome, running ones included",
+    "Operations without an outcome, including running ones",
 )
 PERMITS = _scheduler.counter(
-    "permits", "{permit}", "kind", "Permits given, by kind of operation, replays included"
+    "permits", "{permit}", "kind", "Permits issued, by kind of operation, including replays"
 )
 STEP_DURATION = _scheduler.histogram(
     "scheduler.step.duration",
     "s",
     "",
-    "The core's decision on one entry of the log",
+    "Time of the core's decision on one log entry",
 )
 SCHEDULER_LAG = _scheduler.gauge(
     "scheduler.lag",
     "{entry}",
     "",
-    "Entries of the decision log that the scheduler has not folded yet",
+    "Entries of the decision log that the scheduler has not processed yet",
 )
 LOG_SIZE = _scheduler.gauge(
-    "log.size", "By", "", "Decision log in the server's store, above the second-newest snapshot"
+    "log.size",
+    "By",
+    "",
+    "Size of the decision log in the server's store, above the second-newest snapshot",
 )
 OPERATIONS_SIZE = _scheduler.gauge(
     "operations.size",
     "By",
     "tenant",
-    "Operation stream of a tenant in the server's store: what lies above the seals",
+    "Size of a tenant's operation stream in the server's store: the operations above the seals",
 )
 
 # --- Router ---------------------------------------------------------------------------------------
@@ -224,19 +227,19 @@ OPERATIONS_ROUTED = _router.counter(
     "operations.routed",
     "{operation}",
     "tenant code",
-    "Operations taken from the stream: admitted (code `OK`), or refused by error code",
+    "Operations read from the stream: admitted (code `OK`), or refused, by error code",
 )
 VALIDATION_DURATION = _router.histogram(
     "router.validation.duration",
     "s",
     "",
-    "Validation of one operation, its session included",
+    "Time to validate one operation, including its session",
 )
 ROUTER_LAG = _router.gauge(
     "router.lag",
     "{operation}",
     "tenant",
-    "Operations that no router has taken yet; the same from every replica",
+    "Operations that no router has read yet; every replica reports the same number",
 )
 
 # --- Worker ---------------------------------------------------------------------------------------
@@ -246,60 +249,63 @@ WORKER_WPGS = _worker.gauge(
     "worker.wpgs", "{wpg}", "node", "Worker-process groups that the node's agent runs"
 )
 WORKER_COMMANDS = _worker.gauge(
-    "worker.commands", "{command}", "node", "Commands of the scheduler that the agent has in hand"
+    "worker.commands", "{command}", "node", "Scheduler commands that the agent is executing"
 )
 
 # --- State manager --------------------------------------------------------------------------------
 
 _statemgr = _Service("statemgr")
-ARENA_USED = _statemgr.gauge("arena.used", "By", "node", "Host arena in use")
-ARENA_BUDGET = _statemgr.gauge("arena.budget", "By", "node", "Host arena's budget")
+ARENA_USED = _statemgr.gauge("arena.used", "By", "node", "Host memory in use by managed state")
+ARENA_BUDGET = _statemgr.gauge(
+    "arena.budget", "By", "node", "Budget of host memory for managed state"
+)
 DEVICE_USED = _statemgr.gauge("device.used", "By", "node device", "Managed state on the device")
 DEVICE_BUDGET = _statemgr.gauge(
-    "device.budget", "By", "node device", "Managed state that the device may hold"
+    "device.budget", "By", "node device", "Budget of managed state on the device"
 )
 TRANSFER_DURATION = _statemgr.histogram(
     "transfer.duration",
     "s",
     "node direction",
-    "Moves of a rank's state; direction is `offload`, `load`, `copy` for a seal of resident "
-    "state, or `demote` and `promote` between host memory and NVMe",
+    "Duration of moves of a rank's state; direction is `offload`, `load`, `copy` for a seal "
+    "of resident state, or `demote` and `promote` between host memory and NVMe",
 )
-TRANSFER_MOVED = _statemgr.counter(
-    "transfer.moved", "By", "node direction", "Bytes of those copies"
-)
+TRANSFER_MOVED = _statemgr.counter("transfer.moved", "By", "node direction", "Bytes of those moves")
 SEAL_DURATION = _statemgr.histogram(
-    "seal.duration", "s", "node", "Writing a seal to disk, its versions and the fsync included"
+    "seal.duration",
+    "s",
+    "node",
+    "Time to write a seal to disk, including its versions and the fsync",
 )
 CHECKPOINT_DURATION = _statemgr.histogram(
     "checkpoint.duration",
     "s",
     "node",
-    "Writing a checkpoint to disk from its snapshot, the fsync included",
+    "Time to write a checkpoint from its snapshot to disk, including the fsync",
 )
 VERSION_RECEIVED = _statemgr.counter(
     "version.received",
     "By",
     "form",
-    "Bytes of weights versions and their slices that came from other nodes, as they were sent; "
-    "form is `whole`, or `delta` of an earlier version",
+    "Bytes of weights versions and slices received from other nodes; form is `whole`, or "
+    "`delta` of an earlier version",
 )
 VERSION_REBUILT = _statemgr.counter(
-    "version.rebuilt", "By", "", "Bytes of weights versions that those deltas made"
+    "version.rebuilt", "By", "", "Bytes of weights versions rebuilt from those deltas"
 )
 NOT_ON_DEVICE = _statemgr.counter(
     "version.unshared",
     "{version}",
     "",
-    "Weights versions that were offered in device memory and are not kept there: no room "
-    "beside their policy, or dropped meanwhile; who syncs takes them from the host",
+    "Weights versions offered in device memory but not kept there: no room next to their "
+    "policy, or dropped meanwhile; readers then load them from host memory",
 )
 UNFORESEEN = _statemgr.counter(
     "failures.unforeseen",
     "{failure}",
     "part",
-    "Failures that nobody foresaw, contained and logged with a traceback; part is `request`, "
-    "`peer`, `move` or `checkpoint`",
+    "Unexpected failures, contained and logged with a traceback; part is `request`, `peer`, "
+    "`move` or `checkpoint`",
 )
 
 _SHORT = (STEP_DURATION, VALIDATION_DURATION)
