@@ -1,13 +1,13 @@
 """Move weights from one layout to another: which tensor slices a node fetches, from which part.
 
-A rank *holds* one box of each tensor that it has any of, however the model was split: by rows,
-columns, heads, layers or experts. A plan knows nothing else about a rank. A *part* is what one
-source rank holds and writes; source ranks with equal holdings share one part.
+A rank *holds* at most one box of each tensor, however the model was split: by rows, columns, heads,
+layers or experts. A plan knows nothing else about a rank. A *part* is what one source rank holds
+and writes; source ranks with equal holdings share one part.
 
 Every byte that any target rank of a node holds reaches the node exactly once. If several parts have
-a byte, all nodes fetch it from the same one, whatever else they need. So nodes behind a shared slow
-link transfer each byte over it once. The load of a node that needs everything is spread evenly over
-the parts.
+a byte, all nodes fetch it from the same one, regardless of their other needs. So nodes behind a
+shared slow link transfer each byte over it once. The load of a node that needs everything is spread
+evenly over the parts.
 
 Everything here is pure: the same boxes give the same plan.
 
@@ -81,7 +81,7 @@ class Tensor(NamedTuple):
 
 
 Holding = Mapping[str, Box]
-"""A rank's share of a model's weights: the box of each tensor that it has any of."""
+"""A rank's share of a model's weights: the name of each tensor that it has a slice of → the box."""
 
 
 def holding_of(slots: Sequence[TensorSlot]) -> dict[str, Box]:
