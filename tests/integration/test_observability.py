@@ -28,7 +28,7 @@ from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, encode
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import AdamParams, Operation, OptimStep
 from phaseloom.common.observability import metrics
-from phaseloom.common.observability.metrics import Kind
+from phaseloom.common.observability.metrics import InstrumentKind
 from phaseloom.common.transport.connection import connect
 from phaseloom.common.transport.services import pub_ack
 from tests.support.directories import short_directory
@@ -348,7 +348,10 @@ def test_service_logs_within_the_trace_of_the_operation(seen: Seen) -> None:
 
 
 def test_every_sample_is_of_a_metric_in_the_table_and_of_its_service(seen: Seen) -> None:
-    suffixes = {Kind.HISTOGRAM: ("_bucket", "_sum", "_count"), Kind.COUNTER: ("",)}
+    suffixes = {
+        InstrumentKind.HISTOGRAM: ("_bucket", "_sum", "_count"),
+        InstrumentKind.COUNTER: ("",),
+    }
     known = {
         metric.prometheus + suffix: metric
         for metric in metrics.TABLE

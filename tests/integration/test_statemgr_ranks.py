@@ -13,7 +13,7 @@ import pytest
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.tensors.blockhash import digest_in_threads
-from phaseloom.common.tensors.resharding import Rows
+from phaseloom.common.tensors.resharding import StridedRanges
 from tests.support.readversions import open_version
 from tests.support.statedaemon import (
     OTHER,
@@ -245,7 +245,7 @@ async def test_memory_for_a_trainers_own_weights_is_of_the_budget_until_nobody_r
         tracemalloc.start()
         borrowed = await first.client.loans.for_own(MiB, 7)
         assert await first.client.loans.for_own(MiB, 7) is borrowed
-        with first.client.versions.lent([(others, [Rows(0, 0, MiB)])], borrowed):
+        with first.client.versions.lent([(others, [StridedRanges(0, 0, MiB)])], borrowed):
             assert first.heap.buffer == others
             _, peak_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
@@ -290,7 +290,7 @@ async def test_frozen_rank_borrows_its_host_copy_where_that_has_its_weights(
         borrowed = await rank.client.loans.for_own(MiB, 0)
         assert borrowed.is_filled
         assert (await d.agent.status()).host_used_bytes == MiB
-        with rank.client.versions.lent([(others, [Rows(0, 0, MiB)])], borrowed):
+        with rank.client.versions.lent([(others, [StridedRanges(0, 0, MiB)])], borrowed):
             assert rank.heap.buffer == others
         assert rank.digest() == own
 

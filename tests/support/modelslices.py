@@ -19,7 +19,7 @@ from phaseloom.common.contract.state_layout import (
     VersionParts,
 )
 from phaseloom.common.tensors.blockhash import digest_in_threads
-from phaseloom.common.tensors.resharding import Fetch, parts_of, plan_fetches
+from phaseloom.common.tensors.resharding import SliceFetch, parts_of, plan_fetches
 from phaseloom.worker.state.client import RankStateClient
 from phaseloom.worker.state.layouts import packed
 from tests.support.sharded import Array, Parameter, Sharded, arrays, inside, tensors
@@ -76,7 +76,7 @@ class Plan:
         """What each part has."""
         return [arrays(MODEL, self.source.holding(MODEL, ranks[0])) for ranks in self.parts]
 
-    def fetches(self, ranks: Collection[int]) -> list[Fetch]:
+    def fetches(self, ranks: Collection[int]) -> list[SliceFetch]:
         """What a node with these target ranks fetches."""
         parts = [self.source.holding(MODEL, held[0]) for held in self.parts]
         return plan_fetches(
@@ -124,7 +124,7 @@ def part_called(number: int, parts: Sequence[object]) -> str:
     return f"{number}of{len(parts)}"
 
 
-def slices_of(found: list[Fetch], parts: Sequence[object]) -> list[Slice]:
+def slices_of(found: list[SliceFetch], parts: Sequence[object]) -> list[Slice]:
     slices: list[Slice] = []
     offset = 0
     for fetch in found:

@@ -13,7 +13,7 @@ from typing import Any
 
 from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.observability import metrics
-from phaseloom.common.observability.metrics import MAX_JOBS, Kind, Metric, per_job
+from phaseloom.common.observability.metrics import MAX_JOBS, InstrumentKind, Metric, per_job
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "phaseloom.json"
@@ -70,7 +70,7 @@ def queried(expression: str) -> set[Metric]:
 def _by_prometheus_name() -> dict[str, Metric]:
     names = {}
     for metric in metrics.TABLE:
-        suffixes = _SUFFIXES if metric.kind is Kind.HISTOGRAM else ("",)
+        suffixes = _SUFFIXES if metric.kind is InstrumentKind.HISTOGRAM else ("",)
         names.update({metric.prometheus + suffix: metric for suffix in suffixes})
     return names
 

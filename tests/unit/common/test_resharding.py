@@ -16,7 +16,7 @@ from phaseloom.common.contract.specs import Layout
 from phaseloom.common.tensors.resharding import (
     Box,
     Holding,
-    Rows,
+    StridedRanges,
     Tensor,
     assign,
     byte_rows,
@@ -171,16 +171,16 @@ def test_assignment_is_one_by_one_to_the_least_loaded(
 
 def test_runs_are_as_long_as_both_sides_allow() -> None:
     """Rows that are whole on both sides are one run; a column is one for each row."""
-    assert [*byte_rows((2, 6), 4, ((2, 0), (4, 6)), ((0, 0), (2, 6)))] == [Rows(48, 0, 48)]
+    assert [*byte_rows((2, 6), 4, ((2, 0), (4, 6)), ((0, 0), (2, 6)))] == [StridedRanges(48, 0, 48)]
     (turned,) = byte_rows((4, 3), 4, ((0, 0), (8, 3)), ((0, 0), (4, 6)))
-    assert turned == Rows(0, 0, 12, 4, 12, 24)
+    assert turned == StridedRanges(0, 0, 12, 4, 12, 24)
     assert [*turned.runs()] == [(12 * i, 24 * i, 12) for i in range(4)]
     assert [*turned.subset(1, 2).runs()] == [(12 * i, 24 * i, 12) for i in (1, 2)]
 
 
 def test_slices_of_more_dims_are_rows_at_each_outer_index() -> None:
     found = [*byte_rows((2, 3, 2), 1, ((0, 1, 0), (2, 4, 5)), ((1, 0, 1), (4, 3, 3)))]
-    assert found == [Rows(5, 10, 2, 3, 5, 3), Rows(25, 19, 2, 3, 5, 3)]
+    assert found == [StridedRanges(5, 10, 2, 3, 5, 3), StridedRanges(25, 19, 2, 3, 5, 3)]
 
 
 def test_half_as_many_ranks_fetch_one_slice_from_each_of_two() -> None:

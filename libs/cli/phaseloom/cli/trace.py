@@ -14,7 +14,7 @@ from rich.text import Text
 from phaseloom.cli.rundir import find_run
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import parse_operation_key
-from phaseloom.common.observability.spans import Row, describe_location, read_spans, waterfall
+from phaseloom.common.observability.spans import SpanRow, describe_location, read_spans, waterfall
 
 MIN_BAR_CELLS = 16
 _STYLES = {
@@ -56,7 +56,7 @@ def trace(operation: str, /, *, run: Path | None = None, console: Console | None
     console.print(render(operation, rows, console.width), soft_wrap=True)
 
 
-def render(operation: str, rows: Sequence[Row], width: int) -> Text:
+def render(operation: str, rows: Sequence[SpanRow], width: int) -> Text:
     """The waterfall as text, `width` characters wide; all bars share one time scale."""
     begin_ns = min(row.span.start_unix_ns for row in rows)
     whole_ns = max(row.span.end_unix_ns for row in rows) - begin_ns

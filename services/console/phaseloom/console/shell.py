@@ -21,7 +21,7 @@ from phaseloom.common.contract.events import PhaseTrace
 from phaseloom.common.contract.ids import JobKey, OperationKey
 from phaseloom.common.contract.state_agent import StatusReport
 from phaseloom.common.contract.streams import Bucket
-from phaseloom.common.observability.spans import Row, describe_location, spans_of, waterfall
+from phaseloom.common.observability.spans import SpanRow, describe_location, spans_of, waterfall
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.keys import KeyChange
 from phaseloom.common.transport.leases import nodes_up
@@ -115,7 +115,7 @@ class Shell:
         spans = await asyncio.to_thread(spans_of, str(operation), self._spans, _SPAN_BYTES)
         return [self._leg(row) for row in waterfall(spans, str(operation))]
 
-    def _leg(self, row: Row) -> Leg:
+    def _leg(self, row: SpanRow) -> Leg:
         span = row.span
         begin, end = (
             round((ns / 1e9 - self.view.origin_s) / TICK_S)

@@ -46,7 +46,7 @@ class Totals:
 
     def register(self) -> None:
         for metric in metrics.TABLE:
-            if metric.service == "profiler" and metric.kind is metrics.Kind.COUNTER:
+            if metric.service == "profiler" and metric.kind is metrics.InstrumentKind.COUNTER:
                 metrics.observe(metric, partial(self._read, metric))
 
     def _read(self, metric: Metric) -> list[Reading]:

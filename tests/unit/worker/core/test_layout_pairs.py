@@ -21,7 +21,7 @@ from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.specs import Layout
 from phaseloom.common.tensors.layouts import check_layout
 from phaseloom.common.tensors.resharding import (
-    Fetch,
+    SliceFetch,
     holding_of,
     item_bytes,
     plan_fetches,
@@ -134,7 +134,7 @@ def nodes_of(ranks: Sequence[Slots], num_nodes: int) -> list[list[int]]:
     return [[rank for rank in range(len(ranks)) if rank % num_nodes == n] for n in range(num_nodes)]
 
 
-def crossing_bytes(nodes: Sequence[Sequence[Fetch]]) -> int:
+def crossing_bytes(nodes: Sequence[Sequence[SliceFetch]]) -> int:
     """The bytes that sources send to a site whose nodes fetch these slices: of each part what it
     has assigned to no other node."""
     assigned: defaultdict[int, Assignment] = defaultdict(Assignment)

@@ -13,7 +13,7 @@ from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, digest_in_threads, digest_of
 from phaseloom.common.tensors.hugepages import HUGE_BYTES
-from phaseloom.common.tensors.resharding import Rows
+from phaseloom.common.tensors.resharding import StridedRanges
 from phaseloom.worker.state.copying import (
     MappedVersions,
     Mapping,
@@ -157,15 +157,15 @@ def test_version_of_several_blocks_is_whole_and_hashed() -> None:
 @pytest.mark.parametrize(
     "rows",
     [
-        Rows(5, 3, 7, 4, 9, 11),
-        Rows(5, 3, 7, 1),
-        Rows(0, 64, 3000, 7000, 3500, 3100),  # more than a batch of one thread
-        Rows(64, 0, BLOCK_BYTES + 9, 2, BLOCK_BYTES + 100, BLOCK_BYTES + 50),
-        Rows(0, 0, 0, 3, 5, 5),
-        Rows(0, 0, 5, 0, 5, 5),
+        StridedRanges(5, 3, 7, 4, 9, 11),
+        StridedRanges(5, 3, 7, 1),
+        StridedRanges(0, 64, 3000, 7000, 3500, 3100),  # more than a batch of one thread
+        StridedRanges(64, 0, BLOCK_BYTES + 9, 2, BLOCK_BYTES + 100, BLOCK_BYTES + 50),
+        StridedRanges(0, 0, 0, 3, 5, 5),
+        StridedRanges(0, 0, 5, 0, 5, 5),
     ],
 )
-def test_rows_are_copied_and_nothing_between_them(rows: Rows) -> None:
+def test_rows_are_copied_and_nothing_between_them(rows: StridedRanges) -> None:
     source, target = random_memory(25 * MiB), memoryview(bytearray(25 * MiB))
     expected = bytearray(len(target))
     for start, to, num_bytes in rows.runs():

@@ -50,7 +50,7 @@ _SHORT_SECONDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 0.001, 0.002, 0.005, 0.01,
 _SUFFIX = {"s": "_seconds", "By": "_bytes"}
 
 
-class Kind(StrEnum):
+class InstrumentKind(StrEnum):
     COUNTER = "counter"
     HISTOGRAM = "histogram"
     GAUGE = "gauge"
@@ -65,7 +65,7 @@ class Metric:
 
     name: str
     """Name by OpenTelemetry's conventions."""
-    kind: Kind
+    kind: InstrumentKind
     unit: str
     """Unit in UCUM: `s`, `By`, or the counted thing in braces."""
     labels: tuple[str, ...]
@@ -80,7 +80,7 @@ class Metric:
         The series of a histogram add `_bucket`, `_sum` and `_count` to it.
         """
         name = self.name.replace(".", "_") + _SUFFIX.get(self.unit, "")
-        return f"{name}_total" if self.kind is Kind.COUNTER else name
+        return f"{name}_total" if self.kind is InstrumentKind.COUNTER else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +91,17 @@ class _Service:
     service: str
 
     def counter(self, name: str, unit: str, labels: str, meaning: str) -> Metric:
-        return self._metric(name, unit, labels, meaning, Kind.COUNTER)
+        return self._metric(name, unit, labels, meaning, InstrumentKind.COUNTER)
 
     def gauge(self, name: str, unit: str, labels: str, meaning: str) -> Metric:
-        return self._metric(name, unit, labels, meaning, Kind.GAUGE)
+        return self._metric(name, unit, labels, meaning, InstrumentKind.GAUGE)
 
     def histogram(self, name: str, unit: str, labels: str, meaning: str) -> Metric:
-        return self._metric(name, unit, labels, meaning, Kind.HISTOGRAM)
+        return self._metric(name, unit, labels, meaning, InstrumentKind.HISTOGRAM)
 
-    def _metric(self, name: str, unit: str, labels: str, meaning: str, kind: Kind) -> Metric:
+    def _metric(
+        self, name: str, unit: str, labels: str, meaning: str, kind: InstrumentKind
+    ) -> Metric:
         label_names = tuple(labels.split())
         return Metric(f"phaseloom.{name}", kind, unit, label_names, self.service, meaning)
 
@@ -352,7 +354,7 @@ def observe(metric: Metric, read: Callable[[], Iterable[Reading]]) -> None:
         return [Observation(value, labels) for value, labels in read()]
 
     meter = otel.get_meter_provider().get_meter("phaseloom")
-    if metric.kind is Kind.COUNTER:
+    if metric.kind is InstrumentKind.COUNTER:
         meter.create_observable_counter(metric.name, [callback], metric.unit, metric.meaning)
     else:
         meter.create_observable_gauge(metric.name, [callback], metric.unit, metric.meaning)
@@ -385,13 +387,13 @@ def _job_labels(job: JobKey) -> dict[str, str]:
 
 @lru_cache(maxsize=len(TABLE))
 def _counter(provider: MeterProvider, metric: Metric) -> otel.Counter:
-    assert metric.kind is Kind.COUNTER, metric.name
+    assert metric.kind is InstrumentKind.COUNTER, metric.name
     return provider.get_meter("phaseloom").create_counter(metric.name, metric.unit, metric.meaning)
 
 
 @lru_cache(maxsize=len(TABLE))
 def _histogram(provider: MeterProvider, metric: Metric) -> otel.Histogram:
-    assert metric.kind is Kind.HISTOGRAM, metric.name
+    assert metric.kind is InstrumentKind.HISTOGRAM, metric.name
     return provider.get_meter("phaseloom").create_histogram(
         metric.name,
         metric.unit,

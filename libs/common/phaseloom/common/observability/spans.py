@@ -47,7 +47,7 @@ class SpanLine(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SpanRow:
     """A span and its position in the span tree."""
 
     span: SpanLine
@@ -112,7 +112,7 @@ def describe_location(span: SpanLine) -> str:
     return f"{span.service} {node}" + ("" if device is None else f"/{device}")
 
 
-def waterfall(spans: Sequence[SpanLine], operation: str) -> list[Row]:
+def waterfall(spans: Sequence[SpanLine], operation: str) -> list[SpanRow]:
     """Return the operation's spans, each below its parent, siblings by start time.
 
     The list is empty if no span names the operation.
@@ -123,8 +123,8 @@ def waterfall(spans: Sequence[SpanLine], operation: str) -> list[Row]:
         children.setdefault(span.parent_id, []).append(span)
     own_ids = {span.span_id for span in spans if operation_of(span) == operation}
 
-    def subtree(span: SpanLine, depth: int) -> Iterator[Row]:
-        yield Row(span, depth, _displaced(span, by_id))
+    def subtree(span: SpanLine, depth: int) -> Iterator[SpanRow]:
+        yield SpanRow(span, depth, _displaced(span, by_id))
         for child in children.get(span.span_id, []):
             operation_name = operation_of(child)
             if operation_name is None or operation_name == operation:

@@ -45,7 +45,7 @@ class MeasureResult(msgspec.Struct, frozen=True):
     """Why the model cannot run; only in the first line."""
 
 
-class _File(SlowdownTable, frozen=True, forbid_unknown_fields=True):
+class _TableFile(SlowdownTable, frozen=True, forbid_unknown_fields=True):
     """A table written by people. Unknown fields are errors, since they are probably typos."""
 
 
@@ -56,7 +56,7 @@ def read(path: Path, needed: Iterable[str] = ()) -> SlowdownTable:
     Raises: CallerError: the file cannot be read or has no valid table.
     """
     try:
-        table = msgspec.json.decode(path.read_bytes(), type=_File)
+        table = msgspec.json.decode(path.read_bytes(), type=_TableFile)
     except (OSError, msgspec.DecodeError) as error:
         raise _invalid(path, str(error)) from None
     for name, kind in table.kinds.items():

@@ -22,8 +22,8 @@ from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.specs import ModelDirectory, ModelFile, RegisteredModel
 from phaseloom.common.tensors.safetensors import (
     LENGTH_BYTES,
-    Entry,
     Index,
+    TensorEntry,
     decode_header,
     header_bytes,
     index_name,
@@ -84,7 +84,7 @@ def read_model(name: str, directory: Path) -> RegisteredModel:
     return RegisteredModel(name, pinned, config, num_parameters, dtypes)
 
 
-def _read_directory(directory: Path) -> tuple[dict[str, Any], list[str], list[Entry]]:
+def _read_directory(directory: Path) -> tuple[dict[str, Any], list[str], list[TensorEntry]]:
     """Return the model's config, the names of its safetensors files, and the tensors in them."""
     if not directory.is_dir():
         raise CallerError(
@@ -120,7 +120,7 @@ def _readable() -> Iterator[None]:
         ) from None
 
 
-def _weights(directory: Path) -> tuple[list[str], list[Entry]]:
+def _weights(directory: Path) -> tuple[list[str], list[TensorEntry]]:
     """Return the names of the model's safetensors files, and the tensors in them."""
     single = f"{_STEM}.safetensors"
     if (directory / single).exists():
@@ -128,7 +128,7 @@ def _weights(directory: Path) -> tuple[list[str], list[Entry]]:
     index = directory / index_name(_STEM)
     weight_map = _decoded(index, Index).weight_map
     names = sorted(set(weight_map.values()))
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     for name in names:
         if Path(name).name != name:
             raise _invalid(index, f"the index names a file outside the directory: {name!r}")
@@ -139,7 +139,7 @@ def _weights(directory: Path) -> tuple[list[str], list[Entry]]:
     return [index.name, *names], entries
 
 
-def _entries(path: Path) -> list[Entry]:
+def _entries(path: Path) -> list[TensorEntry]:
     try:
         with path.open("rb") as opened:
             length = header_bytes(opened.read(LENGTH_BYTES))

@@ -119,7 +119,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Fetch:
+class SliceFetch:
     """A slice of one tensor that a node fetches once for all of its ranks that hold it."""
 
     name: str
@@ -133,7 +133,7 @@ class Fetch:
 
 def plan_fetches(
     tensors: Mapping[str, Tensor], parts: Sequence[Holding], ranks: Mapping[int, Holding]
-) -> list[Fetch]:
+) -> list[SliceFetch]:
     """Plan the fetches of everything that the target ranks of one node need, spread over the parts.
 
     Tensors that are split the same way on both sides are planned together.
@@ -147,7 +147,7 @@ def plan_fetches(
     groups: dict[tuple[Tensor, _Held, _Held], list[str]] = {}
     for name, targets in _by_tensor(ranks).items():
         groups.setdefault((tensors[name], targets, sources.get(name, ())), []).append(name)
-    plan: list[Fetch] = []
+    plan: list[SliceFetch] = []
     for (tensor, targets, holders), names in groups.items():
         item, home = item_bytes(tensor.dtype), homes[tensor, holders]
         for cell in _cells(names[0], targets, holders):
@@ -156,7 +156,7 @@ def plan_fetches(
             for name in names:
                 part = part_of[name]
                 start = cell.sources[part]
-                plan.append(Fetch(name, part, start, cell.box.size, num_bytes, cell.uses))
+                plan.append(SliceFetch(name, part, start, cell.box.size, num_bytes, cell.uses))
     return sorted(plan, key=lambda fetch: (fetch.part, fetch.name, fetch.start))
 
 
@@ -312,10 +312,10 @@ def _fill_counts(count: int, size: int, loads: list[int]) -> list[int]:
     return counts
 
 
-class Rows(NamedTuple):
+class StridedRanges(NamedTuple):
     """Equally long byte ranges at constant strides, in a source and in a target memory.
 
-    For example, some columns of a matrix are one `Rows` with as many ranges as the matrix has rows.
+    For example, some columns of a matrix are one instance with one range per row.
     """
 
     source: int
@@ -330,11 +330,11 @@ class Rows(NamedTuple):
     range."""
     target_stride: int = 0
 
-    def shifted(self, source: int, target: int) -> Rows:
+    def shifted(self, source: int, target: int) -> StridedRanges:
         """Return the same rows, shifted by these numbers of bytes in source and target."""
         return self._replace(source=self.source + source, target=self.target + target)
 
-    def subset(self, first: int, num_rows: int) -> Rows:
+    def subset(self, first: int, num_rows: int) -> StridedRanges:
         """Return `num_rows` of the rows, starting with row `first`."""
         source, target = first * self.source_stride, first * self.target_stride
         return self.shifted(source, target)._replace(num_rows=num_rows)
@@ -348,7 +348,7 @@ class Rows(NamedTuple):
 
 def byte_rows(
     size: Index, item_bytes: int, sender: tuple[Index, Index], receiver: tuple[Index, Index]
-) -> Iterator[Rows]:
+) -> Iterator[StridedRanges]:
     """Yield the longest byte ranges of a slice that are contiguous in both sender and receiver.
 
     Args:   size: size of the slice along each dimension.
@@ -357,10 +357,10 @@ def byte_rows(
     """
     dim, length = _adjacent(size, item_bytes, sender[1], receiver[1])
     outer = max(0, dim - 1)
-    rows = Rows(0, 0, length)
+    rows = StridedRanges(0, 0, length)
     if dim:
         strides = (_strides(item_bytes, shape)[outer] for _, shape in (sender, receiver))
-        rows = Rows(0, 0, length, size[outer], *strides)
+        rows = StridedRanges(0, 0, length, size[outer], *strides)
     sources, targets = (
         _offsets(size, item_bytes, outer, *slice_of) for slice_of in (sender, receiver)
     )

@@ -44,7 +44,7 @@ _NAMES = {code: name for name, (code, _) in _ITEMS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor in a file."""
 
     name: str
@@ -77,7 +77,7 @@ def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
 
 def lay_out(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[bytes, list[Entry]]:
+) -> tuple[bytes, list[TensorEntry]]:
     """Return the bytes of a file before the data, and the position of each tensor.
 
     Args:   tensors: the name, dtype and shape of each tensor, in the order of their bytes.
@@ -97,7 +97,7 @@ def lay_out(
     text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT_BYTES)
     start = LENGTH_BYTES + len(text)
     entries = [
-        Entry(name, dtype, shape, start + header[name]["data_offsets"][0])
+        TensorEntry(name, dtype, shape, start + header[name]["data_offsets"][0])
         for name, dtype, shape in listed
     ]
     return _LENGTH.pack(len(text)) + text, entries
@@ -116,13 +116,13 @@ def header_bytes(prefix: bytes) -> int:
     return length
 
 
-class _Described(msgspec.Struct, frozen=True):
+class _TensorHeader(msgspec.Struct, frozen=True):
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
 
 
-def decode_header(text: bytes, file_bytes: int) -> list[Entry]:
+def decode_header(text: bytes, file_bytes: int) -> list[TensorEntry]:
     """Return the tensors of a file, in the order of their bytes.
 
     Args:   text: the JSON.
@@ -133,7 +133,7 @@ def decode_header(text: bytes, file_bytes: int) -> list[Entry]:
         raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         raw.pop(_METADATA, None)
         described = {
-            name: msgspec.json.decode(value, type=_Described) for name, value in raw.items()
+            name: msgspec.json.decode(value, type=_TensorHeader) for name, value in raw.items()
         }
     except msgspec.DecodeError as error:
         raise ValueError(f"cannot decode the header: {error}") from None
@@ -143,7 +143,7 @@ def decode_header(text: bytes, file_bytes: int) -> list[Entry]:
     for name, tensor in sorted(described.items(), key=lambda item: item[1].data_offsets):
         if tensor.dtype not in _NAMES or any(size < 0 for size in tensor.shape):
             raise ValueError(f"{name} has an invalid type: {tensor.dtype} {tensor.shape}")
-        entry = Entry(
+        entry = TensorEntry(
             name, _NAMES[tensor.dtype], tuple(tensor.shape), start + tensor.data_offsets[0]
         )
         if entry.offset != end or entry.end != start + tensor.data_offsets[1]:

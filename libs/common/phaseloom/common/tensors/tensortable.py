@@ -35,7 +35,7 @@ _Column = Annotated[list[T], msgspec.Meta(max_length=MAX_TENSORS)]
 _Dims = Annotated[list[int], msgspec.Meta(max_length=_MAX_DIMS)]
 
 
-class _Kind(msgspec.Struct, frozen=True, array_like=True):
+class _SharedAttributes(msgspec.Struct, frozen=True, array_like=True):
     """Attributes that many tensors share."""
 
     role: Role
@@ -47,7 +47,7 @@ class _Kind(msgspec.Struct, frozen=True, array_like=True):
 
 class _Columns(msgspec.Struct, frozen=True, array_like=True):
     names: _Column[str]
-    kinds: _Column[_Kind]
+    kinds: _Column[_SharedAttributes]
     """Each kind once, in order of first occurrence."""
     numbers: bytes
     """Index of each tensor's kind in `kinds`, as uint32."""
@@ -152,10 +152,10 @@ class TensorTable:
         return end
 
 
-def _kinds_of(tensors: Sequence[TensorSlot]) -> tuple[list[_Kind], list[int]]:
+def _kinds_of(tensors: Sequence[TensorSlot]) -> tuple[list[_SharedAttributes], list[int]]:
     """Return the distinct kinds of the tensors, and the index of each tensor's kind."""
     numbers_by_key: dict[tuple[object, ...], int] = {}
-    kinds: list[_Kind] = []
+    kinds: list[_SharedAttributes] = []
     numbers = []
     for slot in tensors:
         shape, global_shape, start = slot.shape, slot.global_shape, slot.start
@@ -165,7 +165,7 @@ def _kinds_of(tensors: Sequence[TensorSlot]) -> tuple[list[_Kind], list[int]]:
         number = numbers_by_key.get(key)
         if number is None:
             number = numbers_by_key[key] = len(kinds)
-            kinds.append(_Kind(slot.role, slot.dtype, shape, global_shape, start))
+            kinds.append(_SharedAttributes(slot.role, slot.dtype, shape, global_shape, start))
         numbers.append(number)
     return kinds, numbers
 

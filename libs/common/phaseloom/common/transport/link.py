@@ -42,24 +42,24 @@ class AlreadyStored(Exception):
     """The subject holds a single message, and another one was stored first."""
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class StreamRefusal(msgspec.Struct, frozen=True):
     """Why the server refused a call on a stream."""
 
     err_code: int = 0
     description: str = ""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class PublishAck(msgspec.Struct, frozen=True):
     """The server's answer to a publish."""
 
     seq: int = 0
     """Sequence of the stored message."""
     duplicate: bool = False
     """Whether the stored message is an earlier one with the same id."""
-    error: Refusal | None = None
+    error: StreamRefusal | None = None
 
 
-_answer = msgspec.json.Decoder(Answer)
+_publish_ack = msgspec.json.Decoder(PublishAck)
 
 
 def is_subject_taken(code: int | None, description: str | None) -> bool:
@@ -116,7 +116,7 @@ class Link:
         msg_id: str | None,
         headers: dict[str, str] | None,
         content_type: str = MSGPACK,
-    ) -> Answer:
+    ) -> PublishAck:
         """Publish to a stream. Returns: the server's answer, once it has stored the message.
 
         Args:   msg_id: the stream stores only the first of several messages with the same id.
@@ -131,7 +131,7 @@ class Link:
             answer = await self.client.ask_server(subject, payload, self.timeout_s, all_headers)
         except (NatsTimeoutError, nats.errors.Error) as error:
             raise ResourceError(f"{subject} was not stored: {error!r}") from error
-        ack = _answer.decode(answer.data)
+        ack = _publish_ack.decode(answer.data)
         if ack.error is None:
             return ack
         if is_subject_taken(ack.error.err_code, ack.error.description):

@@ -21,7 +21,7 @@ from nats.errors import NoRespondersError
 from nats.js import api
 from nats.js.errors import APIError, NotFoundError
 
-from phaseloom.common.transport.link import Link, Refusal, ordered, position_of
+from phaseloom.common.transport.link import Link, StreamRefusal, ordered, position_of
 
 _NOT_FOUND = "404"
 _NOT_FOUND_CODE = 404
@@ -68,7 +68,7 @@ class _GetAnswer(msgspec.Struct, frozen=True):
 
 
 class _Purged(msgspec.Struct, frozen=True):
-    error: Refusal | None = None
+    error: StreamRefusal | None = None
 
 
 _json = msgspec.json.Encoder()

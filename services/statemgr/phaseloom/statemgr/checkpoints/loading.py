@@ -37,8 +37,8 @@ from phaseloom.common.contract.state_rank import (
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.safetensors import (
     LENGTH_BYTES,
-    Entry,
     Index,
+    TensorEntry,
     decode_header,
     header_bytes,
     index_name,
@@ -221,7 +221,7 @@ class _File:
     num_bytes: int
     sums: FileSums | None
     """Checksums of the file's blocks; None: another program wrote the file."""
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[TensorEntry] = field(default_factory=list)
 
 
 class SavedState:
@@ -405,7 +405,7 @@ class SavedState:
         with contextlib.closing(opened):
             yield opened
 
-    def _tensors(self, stem: str) -> dict[str, tuple[str, Entry]]:
+    def _tensors(self, stem: str) -> dict[str, tuple[str, TensorEntry]]:
         """The file of each tensor and its entry there, by the tensor's name; empty: there are no
         files with this stem."""
         single = f"{stem}.safetensors"
@@ -418,7 +418,7 @@ class SavedState:
             file_of = msgspec.json.decode(self._small(index), type=Index).weight_map
         except msgspec.DecodeError as error:
             raise _data_loss(index, str(error)) from error
-        tensors: dict[str, tuple[str, Entry]] = {}
+        tensors: dict[str, tuple[str, TensorEntry]] = {}
         for name in sorted(set(file_of.values())):
             if Path(name).name != name:
                 raise _data_loss(index, f"it names a file elsewhere: {name!r}")
@@ -453,7 +453,7 @@ class SavedState:
             raise _data_loss(path, "its checksum does not match")
         return content
 
-    def _entries(self, name: str) -> list[Entry]:
+    def _entries(self, name: str) -> list[TensorEntry]:
         path = self._directory / name
         sums = self._sums(name)
         try:
@@ -480,7 +480,7 @@ class SavedState:
 
     def _loss(self, file: _File, reason: str, start: int, end: int) -> ResourceError:
         first = min((entry.offset for entry in file.entries), default=file.num_bytes)
-        header = Entry("its header", "uint8", (first,), 0)
+        header = TensorEntry("its header", "uint8", (first,), 0)
         named = names_within([header, *file.entries], start, end)
         return _data_loss(file.path, f"{named}, bytes {start} to {end}: {reason}", offset=start)
 
@@ -491,7 +491,7 @@ Expected = dict[str, tuple[str, tuple[int, ...]]]
 
 def _check_same(
     stem: str,
-    stored: Mapping[str, tuple[str, Entry]],
+    stored: Mapping[str, tuple[str, TensorEntry]],
     expected: Expected,
 ) -> None:
     actual = {name: (entry.dtype, entry.shape) for name, (_, entry) in stored.items()}

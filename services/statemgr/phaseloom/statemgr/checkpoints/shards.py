@@ -33,8 +33,8 @@ from phaseloom.common.contract.specs import ModelDirectory
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.modelfiles import CONFIG_FILE
 from phaseloom.common.tensors.safetensors import (
-    Entry,
     Index,
+    TensorEntry,
     file_names,
     index_name,
     lay_out,
@@ -182,7 +182,7 @@ class _Writer:
         return FileSums(end, BLOCK_BYTES, blocks.hex())
 
     def _pieces(
-        self, header: bytes, tensors: list[WholeTensor], entries: list[Entry]
+        self, header: bytes, tensors: list[WholeTensor], entries: list[TensorEntry]
     ) -> Iterator[Piece]:
         yield Piece(0, memoryview(bytearray(header)))
         for tensor, entry in zip(tensors, entries, strict=True):

@@ -12,7 +12,7 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.blockhash import CHECKSUM_BYTES, combine_checksums
-from phaseloom.common.tensors.safetensors import Entry
+from phaseloom.common.tensors.safetensors import TensorEntry
 
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 _MAX_NAMED = 3
@@ -141,7 +141,7 @@ def data_loss(file: str, reason: str, **details: object) -> ResourceError:
     )
 
 
-def names_within(tensors: Sequence[TensorSlot | Entry], start: int, end: int) -> str:
+def names_within(tensors: Sequence[TensorSlot | TensorEntry], start: int, end: int) -> str:
     """Names of the tensors that overlap these bytes, for people."""
     hit = [t for t in tensors if t.offset < end and start < t.offset + t.num_bytes]
     named = ", ".join(slot.name for slot in hit[:_MAX_NAMED]) or "no tensor"

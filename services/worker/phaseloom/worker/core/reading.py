@@ -17,9 +17,9 @@ from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.state_layout import Role, Slice, TensorSlot, VersionParts
 from phaseloom.common.tensors.resharding import (
     Box,
-    Fetch,
     Holding,
-    Rows,
+    SliceFetch,
+    StridedRanges,
     Tensor,
     Use,
     byte_rows,
@@ -36,7 +36,7 @@ _NEARLY_ALL = 0.9
 serve the part to other nodes."""
 
 
-Runs = list[Rows]
+Runs = list[StridedRanges]
 """Byte ranges to copy from a source to the heap. Bytes between the ranges are not copied."""
 
 
@@ -61,10 +61,10 @@ class Reader:
 
 @dataclass(frozen=True)
 class Needs:
-    whole_parts: Mapping[str, list[Fetch]]
+    whole_parts: Mapping[str, list[SliceFetch]]
     """Part name → the tensor slices used from it, for each part to fetch whole."""
     slices: list[Slice]
-    fetches: list[Fetch]
+    fetches: list[SliceFetch]
     """The fetch that each entry of `slices` serves, in the same order."""
 
 
@@ -80,9 +80,9 @@ def needs(manifest: VersionParts, reader: Reader) -> Needs:
     planned = plan_fetches(
         reader.tensors, [holding_of(table) for table in tables], reader.held_here
     )
-    whole_parts: dict[str, list[Fetch]] = {}
+    whole_parts: dict[str, list[SliceFetch]] = {}
     slices: list[Slice] = []
-    sliced: list[Fetch] = []
+    sliced: list[SliceFetch] = []
     end = 0
     for part, group in groupby(planned, attrgetter("part")):
         mine = list(group)
@@ -97,7 +97,7 @@ def needs(manifest: VersionParts, reader: Reader) -> Needs:
     return Needs(whole_parts, slices, sliced)
 
 
-def fetches_of_whole(reader: Reader) -> list[Fetch]:
+def fetches_of_whole(reader: Reader) -> list[SliceFetch]:
     """Return the tensor slices that this rank reads from a version written as a whole."""
     whole = {
         name: Box((0,) * len(tensor.shape), tensor.shape) for name, tensor in reader.tensors.items()
@@ -105,7 +105,7 @@ def fetches_of_whole(reader: Reader) -> list[Fetch]:
     return plan_fetches(reader.tensors, [whole], {reader.rank: reader.holdings[reader.rank]})
 
 
-def from_part(tensors: Sequence[TensorSlot], wanted: Sequence[Fetch], reader: Reader) -> Runs:
+def from_part(tensors: Sequence[TensorSlot], wanted: Sequence[SliceFetch], reader: Reader) -> Runs:
     """Return the byte runs that this rank copies out of a part.
 
     Args:   tensors: the part's tensors with their offsets in the part.
@@ -125,7 +125,7 @@ def from_part(tensors: Sequence[TensorSlot], wanted: Sequence[Fetch], reader: Re
     return runs
 
 
-def from_slices(slices: Sequence[Slice], wanted: Sequence[Fetch], reader: Reader) -> Runs:
+def from_slices(slices: Sequence[Slice], wanted: Sequence[SliceFetch], reader: Reader) -> Runs:
     """Return the byte runs that this rank copies out of the memory that holds fetched tensor
     slices."""
     places = {id(fetch): each for fetch, each in zip(wanted, slices, strict=True)}
@@ -139,12 +139,12 @@ def from_slices(slices: Sequence[Slice], wanted: Sequence[Fetch], reader: Reader
     return runs
 
 
-def _uses(wanted: Sequence[Fetch], rank: int) -> Iterator[tuple[Fetch, Use]]:
+def _uses(wanted: Sequence[SliceFetch], rank: int) -> Iterator[tuple[SliceFetch, Use]]:
     return ((fetch, use) for fetch in wanted for use in fetch.uses if use.rank == rank)
 
 
 def _runs(
-    fetch: Fetch, use: Use, there: TensorSlot, start: tuple[int, ...], here: TensorSlot
+    fetch: SliceFetch, use: Use, there: TensorSlot, start: tuple[int, ...], here: TensorSlot
 ) -> Runs:
     """Return the byte runs of one use of a fetch.
 
@@ -170,7 +170,7 @@ def _heap(reader: Reader) -> dict[str, TensorSlot]:
     return {slot.name: slot for slot in reader.slots}
 
 
-def _slice(fetch: Fetch, part: str, dtype: str, offset: int) -> Slice:
+def _slice(fetch: SliceFetch, part: str, dtype: str, offset: int) -> Slice:
     return Slice(
         part=part,
         name=fetch.name,

@@ -34,7 +34,7 @@ from phaseloom.common.contract.operations import Args, Forward, Generate, NamedW
 from phaseloom.common.contract.specs import Adapter
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.contract.state_rank import SavedOpened
-from phaseloom.common.tensors.resharding import Rows, holding_of, tensors_of
+from phaseloom.common.tensors.resharding import StridedRanges, holding_of, tensors_of
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.tensors.versionparts import layout_digest
 from phaseloom.worker.backends.base import (
@@ -157,7 +157,7 @@ class WeightsReader:
             if version is None:
                 memory = await self.state.read_saved(checkpoint, source)
                 slots = self.executor.weight_slots
-                runs = [Rows(slot.offset, slot.offset, slot.num_bytes) for slot in slots]
+                runs = [StridedRanges(slot.offset, slot.offset, slot.num_bytes) for slot in slots]
                 version = self._lent(name, [(memory, runs)], own)
             assert isinstance(version, WholeVersion)
             return version

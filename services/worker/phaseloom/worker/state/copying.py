@@ -24,7 +24,7 @@ from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, combine_checksums, map_parts
 from phaseloom.common.tensors.hugepages import make_huge, map_file
-from phaseloom.common.tensors.resharding import Rows
+from phaseloom.common.tensors.resharding import StridedRanges
 from phaseloom.common.transport.framing import close_fds
 from phaseloom.worker.state.heap import ALIGNMENT_BYTES, PAGE_BYTES
 
@@ -267,10 +267,10 @@ def scatter(
 
     Tensors that are adjacent in both memories are copied together.
     """
-    copy_rows(source, target, (Rows(*run) for run in runs(pairs)))
+    copy_rows(source, target, (StridedRanges(*run) for run in runs(pairs)))
 
 
-def copy_rows(source: memoryview, target: memoryview, every: Iterable[Rows]) -> None:
+def copy_rows(source: memoryview, target: memoryview, every: Iterable[StridedRanges]) -> None:
     """Copy these bytes and no others, in several threads."""
     source_address, target_address = _address(source), _address(target)
     batches = list(_batches(every))
@@ -287,7 +287,7 @@ def copy_rows(source: memoryview, target: memoryview, every: Iterable[Rows]) -> 
     map_parts(len(batches), 1, move)
 
 
-def _copy_rows(source: memoryview, target: memoryview, rows: Rows) -> None:
+def _copy_rows(source: memoryview, target: memoryview, rows: StridedRanges) -> None:
     import numpy as np  # imported here, because hundreds of ranks never compute anything
 
     shape, byte = (rows.num_rows, rows.num_bytes), np.uint8
@@ -295,9 +295,9 @@ def _copy_rows(source: memoryview, target: memoryview, rows: Rows) -> None:
     np.ndarray(shape, byte, target, rows.target, (rows.target_stride, 1))[:] = there
 
 
-def _batches(every: Iterable[Rows]) -> Iterator[list[Rows]]:
+def _batches(every: Iterable[StridedRanges]) -> Iterator[list[StridedRanges]]:
     """Yield the same bytes in batches of similar size, for several threads."""
-    batch: list[Rows] = []
+    batch: list[StridedRanges] = []
     batch_bytes = 0
     for rows in every:
         for piece in _pieces(rows):
@@ -310,7 +310,7 @@ def _batches(every: Iterable[Rows]) -> Iterator[list[Rows]]:
         yield batch
 
 
-def _pieces(rows: Rows) -> Iterator[Rows]:
+def _pieces(rows: StridedRanges) -> Iterator[StridedRanges]:
     """Yield the same bytes in pieces no larger than a batch."""
     if 0 < rows.num_bytes <= _BATCH_BYTES:
         each = _BATCH_BYTES // rows.num_bytes
@@ -319,7 +319,7 @@ def _pieces(rows: Rows) -> Iterator[Rows]:
         return
     for start, to, num_bytes in rows.runs():
         for at in range(0, num_bytes, _BATCH_BYTES):
-            yield Rows(start + at, to + at, min(_BATCH_BYTES, num_bytes - at))
+            yield StridedRanges(start + at, to + at, min(_BATCH_BYTES, num_bytes - at))
 
 
 def runs(pairs: Iterable[tuple[TensorSlot, TensorSlot]]) -> Iterator[tuple[int, int, int]]:

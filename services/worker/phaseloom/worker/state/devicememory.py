@@ -14,7 +14,7 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.specs import DeviceKind
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.blockhash import digest_in_threads
-from phaseloom.common.tensors.resharding import Rows
+from phaseloom.common.tensors.resharding import StridedRanges
 from phaseloom.worker.cuda.driver import CudaError, CudaUnavailable, load
 from phaseloom.worker.cuda.memory import CudaHeap
 from phaseloom.worker.state import copying
@@ -117,7 +117,7 @@ def scatter(
         memory.copy_parts_in(source, list(runs(pairs)))
 
 
-def copy_rows(source: memoryview, memory: DeviceMemory, every: Sequence[Rows]) -> None:
+def copy_rows(source: memoryview, memory: DeviceMemory, every: Sequence[StridedRanges]) -> None:
     """Like `copying.copy_rows`, into device memory."""
     if isinstance(memory, Heap):
         copying.copy_rows(source, memory.buffer, every)

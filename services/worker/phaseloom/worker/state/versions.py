@@ -29,7 +29,7 @@ from phaseloom.common.contract.state_rank import (
     ShareOnDevice,
     VersionExtent,
 )
-from phaseloom.common.tensors.resharding import Rows
+from phaseloom.common.tensors.resharding import StridedRanges
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.tensors.versionparts import is_manifest
 from phaseloom.common.transport.framing import close_fds
@@ -265,7 +265,7 @@ class RankVersions:
             yield
         finally:
             try:
-                devicememory.copy_rows(own.memory, heap, [Rows(0, 0, len(own.memory))])
+                devicememory.copy_rows(own.memory, heap, [StridedRanges(0, 0, len(own.memory))])
             except BaseException:
                 log.critical("the heap has not its own weights any more", exc_info=True)
                 os._exit(1)
