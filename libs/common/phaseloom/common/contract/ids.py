@@ -126,8 +126,8 @@ class VersionKey(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
     policy: DeploymentKey
     seq: int
     part: str = ""
-    """The part of the version, used between state managers. `2of4` is the part written by rank 2 of
-    4, counted from 0; `slices-…` is a copy of the slices that one reader needs. Empty: the whole
+    """The part of the version, used between state managers. `2of4` is the third of four parts, each
+    written by one rank; `slices-…` is a copy of the slices that one reader needs. Empty: the whole
     version."""
 
     def __str__(self) -> str:

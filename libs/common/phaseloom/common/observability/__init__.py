@@ -1,1 +1,1 @@
-"""Traces, metrics and logs, and folds of the decision log for observers, who decide nothing."""
+"""Traces, metrics and logs, and folds of the decision log for observers, which decide nothing."""

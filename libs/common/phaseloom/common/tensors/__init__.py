@@ -1,1 +1,1 @@
-"""Layouts of tensors, their cutting over ranks, hashing and naming; nothing here imports torch."""
+"""Layouts of tensors, their split over ranks, hashing and naming. Nothing here imports torch."""
