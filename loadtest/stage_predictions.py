@@ -21,7 +21,7 @@ from phaseloom.common.contract import events
 from phaseloom.common.contract.events import KindEstimate, StepRun
 from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.contract.operations import Outcome
-from phaseloom.common.observability.substages import FINE_EDGES, cut_runs
+from phaseloom.common.observability.substages import FINE_EDGES, split_runs
 from phaseloom.simulator.tracing import quantile
 
 
@@ -62,7 +62,7 @@ def stage_predictions(log: Iterable[events.Event]) -> StagePredictions:
                         continue
                     usual.append(_error(estimate.duration_s, part.duration_s))
                     sums.append(_error(_longest_s(estimate.sub_stages), part.duration_s))
-                    came = [s for _, runs in _replicas(part.steps) for s in cut_runs(runs)]
+                    came = [s for _, runs in _replicas(part.steps) for s in split_runs(runs)]
                     if _shape(came) == _shape(estimate.sub_stages):
                         num_foreseen += 1
                         pairs = zip(estimate.sub_stages, came, strict=True)

@@ -21,7 +21,7 @@ from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.process import diewithparent
 from phaseloom.common.transport.bus import Bus
-from phaseloom.common.transport.connection import BusConfig, within
+from phaseloom.common.transport.connection import BusConfig, with_timeout
 from phaseloom.common.transport.decisionlog import LogEntry
 from phaseloom.common.transport.keys import Conflict
 from phaseloom.common.transport.link import AlreadyStored
@@ -420,7 +420,7 @@ async def test_call_that_swallows_its_cancellation_is_ended_all_the_same() -> No
 
     async with asyncio.timeout(60):
         with pytest.raises(TimeoutError):
-            await within(0.01, stubborn())
+            await with_timeout(0.01, stubborn())
     assert cancelled == 1
 
 

@@ -61,7 +61,7 @@ _TABLE: tuple[Kind[Any, Any], ...] = (
         check=lambda key, args: checks.check_batch(args.batch),
         items="batch",
         item_tokens=batch_tokens,
-        merge=lambda parts: ops.ScoreResult(joined(part.totals for part in parts)),
+        merge=lambda parts: ops.ScoreResult(concatenate(part.totals for part in parts)),
     ),
 """,
         )

@@ -11,7 +11,7 @@ import math
 from random import Random
 from typing import NamedTuple
 
-from phaseloom.common.observability.substages import cut
+from phaseloom.common.observability.substages import split_steps
 from phaseloom.scheduler.core.planning.chains import WAIT, Stage
 
 LONGEST = 8192
@@ -86,7 +86,7 @@ def iteration(rng: Random, workload: Workload, rows: int, workers: int) -> Itera
     slowest_s = max(sum(times) for _, times in workers_steps)
     mine = [
         (DECODE[part.bucket], workload.scale * sum(seconds[part.start : part.end]))
-        for part in cut(tokens)
+        for part in split_steps(tokens)
     ]
     waits_s = slowest_s - sum(seconds)
     if waits_s > 0:

@@ -18,9 +18,9 @@ from phaseloom.common.observability.substages import (
     WINDOW,
     StepRecord,
     combine_replicas,
-    cut,
-    cut_runs,
     merge_shortest,
+    split_runs,
+    split_steps,
 )
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -29,20 +29,20 @@ CASES = json.loads((GOLDEN / "substages.json").read_text())["cases"]
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_cut_as_by_hand(case: dict[str, Any]) -> None:
-    assert [list(part) for part in cut(case["tokens"])] == case["out"], case["why"]
+    assert [list(part) for part in split_steps(case["tokens"])] == case["out"], case["why"]
 
 
 @given(st.lists(st.integers(0, 2000), max_size=200))
 def test_cut_covers_every_step_once_and_neighbours_differ(tokens: list[int]) -> None:
-    parts = cut(tokens)
+    parts = split_steps(tokens)
     assert [step for part in parts for step in range(part.start, part.end)] == [*range(len(tokens))]
     assert all(a.bucket != b.bucket for a, b in pairwise(parts))
 
 
 def test_cut_by_edges_of_ones_own() -> None:
     tokens = [64] * 10 + [8] * 10
-    assert len(cut(tokens)) == 1
-    assert [part.bucket for part in cut(tokens, edges=(16,))] == [1, 0]
+    assert len(split_steps(tokens)) == 1
+    assert [part.bucket for part in split_steps(tokens, edges=(16,))] == [1, 0]
 
 
 def recorded(tokens: list[int]) -> list[StepRun]:
@@ -56,7 +56,7 @@ def recorded(tokens: list[int]) -> list[StepRun]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_recorded_steps_are_cut_as_single_ones(case: dict[str, Any]) -> None:
-    parts = cut_runs(recorded(case["tokens"]), EDGES, WINDOW)
+    parts = split_runs(recorded(case["tokens"]), EDGES, WINDOW)
     assert [part.steps for part in parts] == [end - start for _, start, end in case["out"]]
     assert sum(part.tokens for part in parts) == sum(case["tokens"])
     assert sum(part.duration_s for part in parts) == len(case["tokens"])
@@ -75,8 +75,8 @@ def test_record_is_short_and_loses_no_step(tokens: list[int]) -> None:
 def test_cut_of_runs_is_that_of_their_steps(kinds: list[int], length: int) -> None:
     """Where runs are long enough, few are merged, and the rule finds the same edges in them."""
     tokens = [kind for kind in kinds[:MAX_STEP_RUNS] for _ in range(length)]
-    parts = cut(tokens)
-    assert [run.steps for run in cut_runs(recorded(tokens), EDGES, WINDOW)] == [
+    parts = split_steps(tokens)
+    assert [run.steps for run in split_runs(recorded(tokens), EDGES, WINDOW)] == [
         part.end - part.start for part in parts
     ]
 
@@ -85,9 +85,9 @@ def test_short_rollout_is_cut_as_a_long_one_of_its_shape() -> None:
     """Ten steps are half of a rollout of twenty: its full batch and its tail are told all the
     same, and a single step of another kind within a long one is not."""
     short = recorded([640, *[64] * 14, *[3] * 5])
-    assert [run.steps for run in cut_runs(short)] == [1, 14, 5]
+    assert [run.steps for run in split_runs(short)] == [1, 14, 5]
     long = recorded([*[64] * 60, 640, *[64] * 60, *[3] * 40])
-    assert [run.steps for run in cut_runs(long)] == [121, 40]
+    assert [run.steps for run in split_runs(long)] == [121, 40]
 
 
 def test_shortest_run_goes_into_the_one_before_it() -> None:

@@ -93,7 +93,7 @@ class Deployment:
         return GenerateHandle(
             submitted,
             [len(part) for part in parts],
-            lambda results: merged(results, ops.GenerateResult),
+            lambda results: merge_results(results, ops.GenerateResult),
             self._outbox,
         )
 
@@ -367,7 +367,9 @@ class Deployment:
         timeout_s: float,
     ) -> OperationHandle[R]:
         submitted = self._submit_parts(parts, after, timeout_s)
-        return OperationHandle(submitted, lambda results: merged(results, result), self._outbox)
+        return OperationHandle(
+            submitted, lambda results: merge_results(results, result), self._outbox
+        )
 
     def _submit_parts(
         self, parts: list[ops.Args], after: Dependencies, timeout_s: float
@@ -424,7 +426,7 @@ def _check_publishes(handle: OperationHandle[Any], field: str) -> None:
         )
 
 
-def merged(parts: list[ops.Result], expected: type[R]) -> R:
+def merge_results(parts: list[ops.Result], expected: type[R]) -> R:
     """Combine the results of an operation's parts, given in order.
 
     Raises: InternalError: a part has a result of another kind.

@@ -18,11 +18,11 @@ CONTENT_TYPE = "Content-Type"
 T = TypeVar("T")
 
 
-def snake(name: str) -> str:
+def snake_case(name: str) -> str:
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
 
 
-class Message(msgspec.Struct, frozen=True, tag=snake, tag_field="type", omit_defaults=True):
+class Message(msgspec.Struct, frozen=True, tag=snake_case, tag_field="type", omit_defaults=True):
     """Base of every message that is part of a tagged union on the wire."""
 
 

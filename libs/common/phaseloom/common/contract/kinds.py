@@ -110,7 +110,7 @@ class Kind(Generic[A, R]):
     def num_tokens_done(self, args: A, result: R) -> int:
         return self.num_tokens(args, result) if self.num_tokens else self.max_num_tokens(args)
 
-    def cut(self, requests: Sequence[A], num_parts: int, part: int) -> list[A]:
+    def split(self, requests: Sequence[A], num_parts: int, part: int) -> list[A]:
         """Return one part of several operations of this kind that run together.
 
         The items of all operations are balanced by tokens as if they were one list, so that many
@@ -119,14 +119,16 @@ class Kind(Generic[A, R]):
         """
         if not self.items:
             return [*requests]
-        runs = self.runs(requests, num_parts, part)
+        ranges = self.item_ranges(requests, num_parts, part)
         return [
-            replace(args, **{self.items: getattr(args, self.items)[run.start : run.stop]})
-            for args, run in zip(requests, runs, strict=True)
+            replace(
+                args, **{self.items: getattr(args, self.items)[item_range.start : item_range.stop]}
+            )
+            for args, item_range in zip(requests, ranges, strict=True)
         ]
 
-    def runs(self, requests: Sequence[A], num_parts: int, part: int) -> list[range]:
-        """Return, for each operation, the index range of the items that `cut` assigns to this
+    def item_ranges(self, requests: Sequence[A], num_parts: int, part: int) -> list[range]:
+        """Return, for each operation, the index range of the items that `split` assigns to this
         part."""
         tokens = [num for args in requests for num in self.item_tokens(args)]
         share = balanced(tokens, num_parts)[part]
@@ -184,7 +186,7 @@ def _reduced(name: str, values: list[float]) -> float:
     raise InternalError(f"metric {name!r} has no known reduction suffix")
 
 
-def joined(parts: Iterable[Sequence[T]]) -> list[T]:
+def concatenate(parts: Iterable[Sequence[T]]) -> list[T]:
     return [*chain.from_iterable(parts)]
 
 
@@ -228,10 +230,10 @@ def _generated_bytes(args: ops.Generate, content_type: str) -> int:
 
 def _generated(parts: Sequence[ops.GenerateResult]) -> ops.GenerateResult:
     return ops.GenerateResult(
-        joined(part.sequences for part in parts),
-        joined(part.prompt_logprobs for part in parts),
-        joined(part.prompt_top_tokens for part in parts),
-        joined(part.prompt_top_logprobs for part in parts),
+        concatenate(part.sequences for part in parts),
+        concatenate(part.prompt_logprobs for part in parts),
+        concatenate(part.prompt_top_tokens for part in parts),
+        concatenate(part.prompt_top_logprobs for part in parts),
         merge_metrics([part.metrics for part in parts]),
     )
 
@@ -280,7 +282,7 @@ _TABLE: tuple[Kind[Any, Any], ...] = (
         items="batch",
         item_tokens=batch_tokens,
         result_bytes=scored_bytes,
-        merge=lambda parts: ops.ForwardResult(joined(part.logprobs for part in parts)),
+        merge=lambda parts: ops.ForwardResult(concatenate(part.logprobs for part in parts)),
         as_lists=lambda result: ops.ForwardResult(
             [float32s(logprobs) for logprobs in result.logprobs]
         ),
@@ -296,7 +298,7 @@ _TABLE: tuple[Kind[Any, Any], ...] = (
         result_bytes=lambda args, form: scored_bytes(args, form) if args.logprobs else 0,
         merge=lambda parts: ops.ForwardBackwardResult(
             merge_metrics([part.metrics for part in parts]),
-            joined(part.logprobs for part in parts),
+            concatenate(part.logprobs for part in parts),
         ),
         as_lists=lambda result: ops.ForwardBackwardResult(
             result.metrics, [float32s(logprobs) for logprobs in result.logprobs]

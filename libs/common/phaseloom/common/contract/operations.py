@@ -22,7 +22,7 @@ from enum import StrEnum
 import msgspec
 
 from phaseloom.common.contract.arrays import Float32s, Int32s
-from phaseloom.common.contract.codec import Message, snake
+from phaseloom.common.contract.codec import Message, snake_case
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import OperationKey
 
@@ -271,7 +271,7 @@ Args = (
 
 def kind_of(args: Args) -> str:
     """Return the operation's kind as in subjects, spans and traces, such as `forward_backward`."""
-    return snake(type(args).__name__)
+    return snake_case(type(args).__name__)
 
 
 class After(msgspec.Struct, frozen=True):
@@ -386,7 +386,7 @@ Result = (
 
 def result_kind(result: Result) -> str:
     """Return the kind of the operation that has such a result."""
-    return snake(type(result).__name__).removesuffix("_result")
+    return snake_case(type(result).__name__).removesuffix("_result")
 
 
 def checkpoints_of(completion: Completion) -> dict[str, str]:

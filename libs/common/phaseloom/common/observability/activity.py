@@ -96,7 +96,7 @@ class Head:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenOperation:
     operation: events.QueuedOperation
     queued_s: float
     ready_s: float = NOT_READY
@@ -114,9 +114,9 @@ class Activity:
     """Node → the deployment of its newest activation."""
     pools: dict[str, str] = field(default_factory=dict)
     """Node → its pool."""
-    _open: dict[DeploymentKey, dict[OperationKey, _Open]] = field(default_factory=dict)
+    _open: dict[DeploymentKey, dict[OperationKey, _OpenOperation]] = field(default_factory=dict)
     """Deployment → its open operations, in order of arrival."""
-    _ready: dict[DeploymentKey, dict[OperationKey, _Open]] = field(default_factory=dict)
+    _ready: dict[DeploymentKey, dict[OperationKey, _OpenOperation]] = field(default_factory=dict)
     """The ready operations among `_open`."""
     _readiness: Readiness = field(default_factory=Readiness)
     _devices: dict[DeploymentKey, tuple[Device, ...]] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class Activity:
         """
         if ready is None:
             ready = self._readiness.step(event)
-        seen: list[Observation] = []
+        observations: list[Observation] = []
         match event:
             case events.NodeUp():
                 self.pools[event.node] = event.pool
@@ -149,11 +149,11 @@ class Activity:
             case events.WpgStarted():
                 self._record_devices(event)
             case events.ActivationOpened():
-                seen = self._switch(time_s, event)
+                observations = self._switch(time_s, event)
             case events.QueuedOperation():
                 self._queue(time_s, event)
             case events.OperationFinished():
-                seen = [self._finish(event)]
+                observations = [self._finish(event)]
             case events.CancelRequested(key=key):
                 self._end_without_running(key)
             case events.DeploymentDeleted(deployment=key):
@@ -166,7 +166,7 @@ class Activity:
             if opened is not None:
                 opened.ready_s = time_s
                 self._ready.setdefault(operation.deployment_key, {})[operation] = opened
-        return seen
+        return observations
 
     def depth(self) -> Counter[JobKey]:
         """Number of operations without an outcome, by job."""
@@ -220,9 +220,9 @@ class Activity:
             self._end_dependents(event.key)
         else:
             operations = self._open.setdefault(event.key.deployment_key, {})
-            operations.setdefault(event.key, _Open(event, time_s))
+            operations.setdefault(event.key, _OpenOperation(event, time_s))
 
-    def _drop(self, key: OperationKey) -> _Open | None:
+    def _drop(self, key: OperationKey) -> _OpenOperation | None:
         self._ready.get(key.deployment_key, {}).pop(key, None)
         return self._open.get(key.deployment_key, {}).pop(key, None)
 
@@ -234,7 +234,7 @@ class Activity:
         if event.kind in MUTATING_KINDS and not event.replay:
             self._end_below(key)
         ready_s = start_s if opened is None else min(opened.ready_s, start_s)
-        stretch = (start_s, start_s + event.duration_s)
+        interval = (start_s, start_s + event.duration_s)
         return Execution(
             key=key,
             kind=event.kind,
@@ -243,10 +243,12 @@ class Activity:
             queued_s=ready_s if opened is None else min(opened.queued_s, ready_s),
             ready_s=ready_s,
             start_s=start_s,
-            end_s=stretch[1],
+            end_s=interval[1],
             num_tokens=event.num_tokens,
             is_replay=event.replay,
-            busy_s={d: self._occupy(d, stretch) for d in self._devices.get(key.deployment_key, ())},
+            busy_s={
+                d: self._occupy(d, interval) for d in self._devices.get(key.deployment_key, ())
+            },
         )
 
     def _pool(self, key: DeploymentKey) -> str:
@@ -256,15 +258,15 @@ class Activity:
         place = self._devices.get(key)
         return self.pools.get(place[0][0], UNKNOWN_POOL) if place else UNKNOWN_POOL
 
-    def _occupy(self, device: Device, stretch: Interval) -> float:
+    def _occupy(self, device: Device, interval: Interval) -> float:
         busy = self._busy.setdefault(device, [])
-        start_s, end_s = stretch
+        start_s, end_s = interval
         if not busy or busy[-1][1] <= start_s:  # nearly always
             if start_s < end_s:
-                busy.append(stretch)
+                busy.append(interval)
                 del busy[:-_MAX_BUSY]
             return max(0.0, end_s - start_s)
-        fresh = subtract(merge([stretch]), busy)
+        fresh = subtract(merge([interval]), busy)
         self._busy[device] = merge([*busy, *fresh])[-_MAX_BUSY:]
         return total(fresh)
 
@@ -274,12 +276,12 @@ class Activity:
 
     def _end_dependents(self, key: OperationKey) -> None:
         ended = [key]
-        of_job = [o for d, o in self._open.items() if d.job_key == key.job_key]
+        job_operations = [o for d, o in self._open.items() if d.job_key == key.job_key]
         while ended:
             ended_key = ended.pop()
             dependents = [
                 dependent
-                for operations in of_job
+                for operations in job_operations
                 for dependent, opened in operations.items()
                 if _comes_after(opened.operation, ended_key)
             ]

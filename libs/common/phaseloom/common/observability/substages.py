@@ -38,7 +38,7 @@ class SubStage(NamedTuple):
     """Index after the last step or run."""
 
 
-def cut(
+def split_steps(
     tokens: Sequence[float],
     edges: Sequence[int] = EDGES,
     window: int = WINDOW,
@@ -63,17 +63,18 @@ def cut(
     return [SubStage(bucket, start, end) for (bucket, start), end in zip(starts, ends, strict=True)]
 
 
-def cut_runs(
+def split_runs(
     runs: Sequence[StepRun], edges: Sequence[int] = FINE_EDGES, window: int = 0
 ) -> list[StepRun]:
     """Return the sub-stages of one replica, each as one run of all its steps.
 
-    Args:   window: see `cut`. 0: the paper's value, or a tenth of the steps if there are fewer than
-                a hundred, because in a rollout of twenty steps no bucket persists for ten.
+    Args:   window: see `split_steps`. 0: the paper's value, or a tenth of the steps if there are
+                fewer than a hundred, because in a rollout of twenty steps no bucket persists for
+                ten.
     """
     tokens, steps = [run.tokens / run.steps for run in runs], [run.steps for run in runs]
     window = window or min(WINDOW, max(1, sum(steps) // 10))
-    parts = cut(tokens, edges, window, steps)
+    parts = split_steps(tokens, edges, window, steps)
     return [_merge(runs[part.start : part.end]) for part in parts]
 
 

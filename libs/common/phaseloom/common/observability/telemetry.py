@@ -157,7 +157,7 @@ def span_context(context: Context) -> SpanContext:
 
 
 @contextmanager
-def within(context: Context) -> Iterator[None]:
+def use_context(context: Context) -> Iterator[None]:
     """Make a context current in the block, so that its log lines carry the trace."""
     token = attach(context)
     try:

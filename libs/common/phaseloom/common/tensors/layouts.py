@@ -97,13 +97,13 @@ def split(args: A, layout: Layout, rank: int) -> A:
 def split_shared(requests: Sequence[A], layout: Layout, rank: int) -> list[A]:
     """Return the parts that this rank runs of several operations of one kind that run together."""
     part = coordinates(rank, layout).dp
-    return kind_for(requests[0]).cut(requests, layout.dp, part)
+    return kind_for(requests[0]).split(requests, layout.dp, part)
 
 
 def item_ranges(requests: Sequence[A], layout: Layout, rank: int) -> list[range]:
     """Return, for each operation, the index range of the items that `split_shared` assigns to this
     rank."""
-    return kind_for(requests[0]).runs(requests, layout.dp, coordinates(rank, layout).dp)
+    return kind_for(requests[0]).item_ranges(requests, layout.dp, coordinates(rank, layout).dp)
 
 
 def merge(kind: str, results: Sequence[Result], layout: Layout) -> Result:

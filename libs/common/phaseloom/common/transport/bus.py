@@ -40,7 +40,7 @@ from phaseloom.common.transport.connection import (
     BusConfig,
     close_client,
     connect,
-    within,
+    with_timeout,
 )
 from phaseloom.common.transport.decisionlog import DecisionLog
 from phaseloom.common.transport.keys import Keys
@@ -134,7 +134,7 @@ class Bus:
         # If the server dies during a drain, the drain waits forever, fails, or treats a
         # cancellation as success.
         with suppress(OSError, nats.errors.Error, NatsTimeoutError):
-            await within(DRAIN_TIMEOUT_S + 1, self.client.drain())
+            await with_timeout(DRAIN_TIMEOUT_S + 1, self.client.drain())
         if not self.client.is_closed:
             await close_client(self.client)
 

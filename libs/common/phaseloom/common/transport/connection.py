@@ -220,7 +220,7 @@ async def connect(
             reconnected_cb=reconnected,
         )
         # The client retries forever, which is right for later connections. Limit the first one.
-        await _unless_denied(client.denied, within(timeout_s, connecting))
+        await _unless_denied(client.denied, with_timeout(timeout_s, connecting))
     except BaseException as error:
         await client.close()
         if not isinstance(error, TimeoutError | OSError | nats.errors.Error):
@@ -259,7 +259,7 @@ async def _unless_denied(is_denied: asyncio.Event, connecting: Coroutine[Any, An
         await lifecycle.end((connection, denial))
 
 
-async def within(timeout_s: float, call: Coroutine[Any, Any, None]) -> None:
+async def with_timeout(timeout_s: float, call: Coroutine[Any, Any, None]) -> None:
     """Await a call of nats-py for a limited time.
 
     Such calls swallow cancellations, so cancelling once may not end them.

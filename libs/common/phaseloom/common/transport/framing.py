@@ -246,7 +246,7 @@ class Peer(Generic[Body]):
         try:
             if flags & _CUT_OFF:
                 raise _ProtocolError(f"more than {self.max_fds} file descriptors at once")
-            self._take_frames()
+            self._parse_frames()
             # Check after parsing: one read may contain the end of a frame and the start of another.
             if len(self._received_fds) > self.max_fds:
                 raise _ProtocolError(f"more than {self.max_fds} file descriptors")
@@ -254,7 +254,7 @@ class Peer(Generic[Body]):
             log.warning("disconnecting a peer that violated the protocol: %s", error)
             self.cut(f"protocol violated: {error}")
 
-    def _take_frames(self) -> None:
+    def _parse_frames(self) -> None:
         while len(self._received) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._received)
             if length > MAX_FRAME_BYTES:
@@ -274,15 +274,15 @@ class Peer(Generic[Body]):
                 )
             fds = self._received_fds[: frame.num_fds]
             del self._received_fds[: frame.num_fds]
-            self._take(frame, fds)
+            self._dispatch(frame, fds)
             if self.closed.done():
                 return
         if not self._received and self._received_fds:
             raise _ProtocolError("file descriptors that no frame announced")
 
-    def _take(self, frame: Frame[Body], fds: list[int]) -> None:
+    def _dispatch(self, frame: Frame[Body], fds: list[int]) -> None:
         if frame.answer:
-            self._take_answer(frame, fds)
+            self._handle_answer(frame, fds)
         elif len(self._tasks) >= MAX_IN_FLIGHT:
             close_fds(fds)
             raise _ProtocolError(f"more than {MAX_IN_FLIGHT} requests at once")
@@ -291,7 +291,7 @@ class Peer(Generic[Body]):
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def _take_answer(self, frame: Frame[Body], fds: list[int]) -> None:
+    def _handle_answer(self, frame: Frame[Body], fds: list[int]) -> None:
         future = self._pending.get(frame.call)
         if future is None or future.done():
             close_fds(fds)

@@ -43,7 +43,7 @@ from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, Operati
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.observability.intervals import Interval, merge, subtract
 from phaseloom.common.observability.readiness import Readiness
-from phaseloom.common.observability.substages import FINE_EDGES, cut_runs
+from phaseloom.common.observability.substages import FINE_EDGES, split_runs
 from phaseloom.profiler.core.agenda import Agenda
 from phaseloom.profiler.core.cycle import MAX_CYCLES, Cycle, Span, find_cycle
 from phaseloom.profiler.core.history import WINDOW, History, Ran
@@ -79,7 +79,7 @@ def usual_sub_stages(operations: Iterable[Sequence[StepRun]]) -> list[StepRun]:
     by_replica: dict[int, list[list[StepRun]]] = {}
     for steps in operations:
         for replica, runs in groupby(steps, key=lambda run: run.replica):
-            by_replica.setdefault(replica, []).append(cut_runs(list(runs)))
+            by_replica.setdefault(replica, []).append(split_runs(list(runs)))
     usual = []
     for replica, cuts in sorted(by_replica.items()):
         shape = Counter(map(_shape, cuts)).most_common(1)[0][0]

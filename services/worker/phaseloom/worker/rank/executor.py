@@ -165,7 +165,7 @@ class Executor:
         """
         if replicas:
             place = replicas.index(self.settings.rank)
-            return kind_for(requests[0]).cut(requests, len(replicas), place)
+            return kind_for(requests[0]).split(requests, len(replicas), place)
         if self.is_alone:
             return requests
         return split_shared(requests, self.settings.spec.layout, self.settings.rank)
@@ -177,7 +177,7 @@ class Executor:
         `part`."""
         if replicas:
             place = replicas.index(self.settings.rank)
-            runs = kind_for(requests[0]).runs(requests, len(replicas), place)
+            runs = kind_for(requests[0]).item_ranges(requests, len(replicas), place)
         else:
             runs = item_ranges(requests, self.settings.spec.layout, self.settings.rank)
         return [run.start for run in runs]

@@ -188,7 +188,7 @@ class Leader:
     ) -> None:
         parent = telemetry.extract({"traceparent": traceparent} if traceparent else {})
         # Add log lines of the run to the operation's trace.
-        with telemetry.within(parent):
+        with telemetry.use_context(parent):
             try:
                 is_save = permit.kind == "save_state"
                 async with self._saving if is_save else contextlib.nullcontext():

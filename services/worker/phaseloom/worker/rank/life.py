@@ -364,7 +364,7 @@ def _follower_answers(follower: Follower) -> Answer:
     async def answer(body: RankMessage) -> RankMessage:
         match body:
             case RunShare():
-                with telemetry.within(telemetry.extract({"traceparent": body.traceparent})):
+                with telemetry.use_context(telemetry.extract({"traceparent": body.traceparent})):
                     return await follower.run(body)
             case CancelRun():
                 follower.cancel(body)

@@ -34,7 +34,7 @@ from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.kinds import MUTATING_KINDS, as_lists
 from phaseloom.common.contract.operations import Completion, Outcome, SaveState, checkpoints_of
 from phaseloom.common.observability import telemetry
-from phaseloom.common.observability.substages import cut_runs
+from phaseloom.common.observability.substages import split_runs
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.groupcommit import GroupCommit
 from phaseloom.common.transport.link import AlreadyStored
@@ -138,7 +138,7 @@ class Outcomes:
 
     def _record_sub_stages(self, ran: Ran, parent: Context, attributes: dict[str, Any]) -> None:
         """Record a span for each sub-stage of the leader's replica if it has several."""
-        stages = cut_runs([run for run in ran.steps if run.replica == 0])
+        stages = split_runs([run for run in ran.steps if run.replica == 0])
         start_s = ran.started_unix_s
         for stage in stages if len(stages) > 1 else ():
             end_s = start_s + stage.duration_s
