@@ -45,7 +45,7 @@ from phaseloom.demo.controllers import find_example
 from phaseloom.statemgr.transfer import delta
 from phaseloom.worker.agent.stateclient import AgentStateClient
 from phaseloom.worker.backends import pretrained
-from phaseloom.worker.backends.fsdp import FsdpBackend
+from phaseloom.worker.backends.fsdp.backend import FsdpBackend
 from phaseloom.worker.state.client import RankStateClient
 from phaseloom.worker.state.heap import Heap, align
 

@@ -26,7 +26,7 @@ from phaseloom.common.contract.operations import (
     OptimStep,
 )
 from phaseloom.common.contract.specs import DeploymentSpec
-from phaseloom.worker.backends.fsdp import FsdpBackend
+from phaseloom.worker.backends.fsdp.backend import FsdpBackend
 from phaseloom.worker.backends.model import TORCH_DTYPES, build_model, weights_dtype
 from phaseloom.worker.state.heap import Heap
 

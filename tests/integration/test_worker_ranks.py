@@ -44,7 +44,7 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import DeploymentSpec, Layout
 from phaseloom.worker.backends.base import RankGroup
-from phaseloom.worker.backends.fsdp import FsdpBackend
+from phaseloom.worker.backends.fsdp.backend import FsdpBackend
 from phaseloom.worker.backends.layout import plan
 from phaseloom.worker.backends.model import parameter_shapes
 from phaseloom.worker.state.heap import PAGE_BYTES

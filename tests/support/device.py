@@ -27,7 +27,7 @@ from phaseloom.common.contract.specs import Batching, CommandId
 from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.framing import Peer
 from phaseloom.worker.backends.base import Watch
-from phaseloom.worker.backends.sampler import SamplerBackend
+from phaseloom.worker.backends.sampler.backend import SamplerBackend
 from phaseloom.worker.rank.calls import Call
 from phaseloom.worker.rank.devicequeue import DeviceQueue
 from phaseloom.worker.rank.executor import Executor

@@ -24,7 +24,7 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
 from phaseloom.worker.backends.base import RankGroup
-from phaseloom.worker.backends.fsdp import FsdpBackend
+from phaseloom.worker.backends.fsdp.backend import FsdpBackend
 from phaseloom.worker.state.heap import Heap
 
 VOCAB = 97

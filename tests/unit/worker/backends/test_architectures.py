@@ -23,8 +23,8 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import ModelSpec
 from phaseloom.common.contract.state_layout import Role
 from phaseloom.worker.backends.capabilities import MODEL_TYPES
-from phaseloom.worker.backends.decode import BodyDecoder, LlamaDecoder, decoder_of
 from phaseloom.worker.backends.model import build_model
+from phaseloom.worker.backends.sampler.decoder import BodyDecoder, LlamaDecoder, decoder_of
 from tests.support.looker import Looker
 from tests.support.saved import save
 from tests.support.tinymodel import config

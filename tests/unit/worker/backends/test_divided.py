@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from phaseloom.worker.backends.fsdp import NORM_BLOCK, _blockwise_square
+from phaseloom.worker.backends.fsdp.backend import NORM_BLOCK, _blockwise_square
 from phaseloom.worker.config import EXACT_MATH
 
 

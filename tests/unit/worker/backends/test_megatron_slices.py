@@ -17,10 +17,10 @@ from phaseloom.common.contract.operations import ForwardBackward, Loss
 from phaseloom.common.contract.specs import Adapter, Layout
 from phaseloom.common.tensors.layouts import coordinates
 from phaseloom.worker.backends import pretrained
-from phaseloom.worker.backends.adapters import file_name
 from phaseloom.worker.backends.batch import loss_batch
 from phaseloom.worker.backends.experts import file_shapes
 from phaseloom.worker.backends.layout import Shard, lay_out
+from phaseloom.worker.backends.lora.adapters import file_name
 from phaseloom.worker.backends.megatron.context import columns, share_of
 from phaseloom.worker.backends.megatron.slices import (
     Place,

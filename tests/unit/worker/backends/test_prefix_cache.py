@@ -23,16 +23,16 @@ from phaseloom.common.contract.operations import (
     SamplingParams,
 )
 from phaseloom.common.contract.specs import DeploymentSpec
-from phaseloom.worker.backends import sampler as sampler_module
 from phaseloom.worker.backends.base import Backend, KeepsKv
-from phaseloom.worker.backends.decode import LlamaCache
-from phaseloom.worker.backends.prefixcache import (
+from phaseloom.worker.backends.sampler import backend as sampler_module
+from phaseloom.worker.backends.sampler.backend import SamplerBackend
+from phaseloom.worker.backends.sampler.decoder import LlamaCache
+from phaseloom.worker.backends.sampler.prefixcache import (
     BLOCK_TOKENS,
     KvShape,
     Prefix,
     PrefixCache,
 )
-from phaseloom.worker.backends.sampler import SamplerBackend
 from phaseloom.worker.rank.tails import rest_of
 from phaseloom.worker.state.heap import Heap
 from tests.support.looker import Looker

@@ -26,10 +26,10 @@ from phaseloom.common.contract.operations import (
     Prompt,
     SamplingParams,
 )
-from phaseloom.worker.backends import sampler as sampler_module
 from phaseloom.worker.backends.base import Backend
-from phaseloom.worker.backends.generation import draw
 from phaseloom.worker.backends.model import build_model
+from phaseloom.worker.backends.sampler import backend as sampler_module
+from phaseloom.worker.backends.sampler.rows import draw
 from phaseloom.worker.state.heap import Heap
 from tests.support.tinymodel import VOCAB
 from tests.unit.worker.backends.models import batch, generate, running, spec

@@ -20,8 +20,8 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import Layout
 from phaseloom.common.contract.streaming import StreamedTokens
 from phaseloom.common.tensors.layouts import merge, split_shared
-from phaseloom.worker.backends import sampler as sampler_module
 from phaseloom.worker.backends.base import Backend
+from phaseloom.worker.backends.sampler import backend as sampler_module
 from phaseloom.worker.rank.tails import rest_of
 from tests.support.looker import Looker
 from tests.support.tinymodel import VOCAB

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from phaseloom.worker.backends.base import BackendFactory
 
 BACKENDS: Final[dict[str, tuple[str, str]]] = {
-    "fsdp": ("phaseloom.worker.backends.fsdp", "FsdpBackend"),
-    "sampler": ("phaseloom.worker.backends.sampler", "SamplerBackend"),
+    "fsdp": ("phaseloom.worker.backends.fsdp.backend", "FsdpBackend"),
+    "sampler": ("phaseloom.worker.backends.sampler.backend", "SamplerBackend"),
     "megatron": ("phaseloom.worker.backends.megatron.backend", "MegatronBackend"),
     "vllm": ("phaseloom.worker.backends.vllm.backend", "VllmBackend"),
     "noop": ("phaseloom.worker.backends.noop", "NoopBackend"),

@@ -23,13 +23,13 @@ from transformers.initialization import no_init_weights
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.specs import ModelSpec
 from phaseloom.common.contract.state_layout import TensorSlot, host_start
-from phaseloom.worker.backends.adapters import LowRank, adapt, adapter_config, own_parameters
 from phaseloom.worker.backends.architectures import (
     attention_kernel,
     check_attention,
     check_model_type,
 )
 from phaseloom.worker.backends.layout import BFLOAT16, FLOAT32, Region
+from phaseloom.worker.backends.lora.adapters import LowRank, adapt, adapter_config, own_parameters
 from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor
 
 TORCH_DTYPES: Final = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}

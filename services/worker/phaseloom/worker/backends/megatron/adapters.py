@@ -27,8 +27,8 @@ from megatron.core.tensor_parallel import (
 from torch import nn
 from torch.nn import functional as F
 
-from phaseloom.worker.backends.adapters import file_name
 from phaseloom.worker.backends.layout import Shard
+from phaseloom.worker.backends.lora.adapters import file_name
 from phaseloom.worker.backends.megatron.slices import Adapted, AdaptedPart, Spread
 
 

@@ -38,7 +38,6 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import Adapter, DeploymentSpec, DeviceKind
 from phaseloom.common.tensors.layouts import coordinates
 from phaseloom.common.tensors.resharding import Holding, holding_of
-from phaseloom.worker.backends.adapters import own_parameters
 from phaseloom.worker.backends.architectures import has_windows
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup
 from phaseloom.worker.backends.batch import (
@@ -52,6 +51,8 @@ from phaseloom.worker.backends.capabilities import kinds_of
 from phaseloom.worker.backends.experts import file_shapes, file_tensors
 from phaseloom.worker.backends.gathering import owned, weights_digest
 from phaseloom.worker.backends.layout import Layout, Shard, check_layout, lay_out, plan
+from phaseloom.worker.backends.lora.adapters import own_parameters
+from phaseloom.worker.backends.lora.sharedbase import BaseMemory
 from phaseloom.worker.backends.losses import loss_sum
 from phaseloom.worker.backends.megatron import devices
 from phaseloom.worker.backends.megatron.adapters import adapt, matrix_shards
@@ -84,7 +85,6 @@ from phaseloom.worker.backends.processgroup import (
     join_process_group,
     largest,
 )
-from phaseloom.worker.backends.sharedbase import BaseMemory
 from phaseloom.worker.backends.training import (
     Masters,
     Training,

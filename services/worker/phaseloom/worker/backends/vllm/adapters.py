@@ -17,8 +17,8 @@ from torch import nn
 
 from phaseloom.common.contract.specs import ModelSpec
 from phaseloom.common.contract.state_layout import TensorSlot
-from phaseloom.worker.backends.adapters import Matrices, file_name, layer_and_part
 from phaseloom.worker.backends.layout import Layout, Shard, lay_out
+from phaseloom.worker.backends.lora.adapters import Matrices, file_name, layer_and_part
 from phaseloom.worker.backends.model import adapted_weights, weights_dtype
 from phaseloom.worker.backends.vllm.loader import Placement, Shapes
 

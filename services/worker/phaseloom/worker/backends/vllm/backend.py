@@ -37,8 +37,6 @@ from phaseloom.common.contract.specs import (
 )
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.resharding import Holding, holding_of
-from phaseloom.worker.backends.adaptercache import check_version, shapes_of, tensors_of
-from phaseloom.worker.backends.adapters import adapter_config, own_parameters
 from phaseloom.worker.backends.base import ALONE, AdapterVersion, Memory, RankGroup, Watch
 from phaseloom.worker.backends.batch import check_one_target
 from phaseloom.worker.backends.experts import is_fused
@@ -46,6 +44,9 @@ from phaseloom.worker.backends.gathering import inside, weights_digest
 from phaseloom.worker.backends.inference import InferenceBackend, check_spec
 from phaseloom.worker.backends.layout import Layout as AdapterLayout
 from phaseloom.worker.backends.layout import plan as plan_layout
+from phaseloom.worker.backends.lora.adapters import adapter_config, own_parameters
+from phaseloom.worker.backends.lora.sharedbase import BaseMemory
+from phaseloom.worker.backends.lora.versions import check_version, shapes_of, tensors_of
 from phaseloom.worker.backends.model import (
     TORCH_DTYPES,
     HeapTensors,
@@ -57,7 +58,6 @@ from phaseloom.worker.backends.model import (
 )
 from phaseloom.worker.backends.processgroup import Member, collective
 from phaseloom.worker.backends.shaping import is_plain
-from phaseloom.worker.backends.sharedbase import BaseMemory
 from phaseloom.worker.backends.stoptext import StopText
 from phaseloom.worker.backends.vllm.adapters import (
     Part,

@@ -19,12 +19,12 @@ from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from phaseloom.worker.backends.adapters import LowRank
 from phaseloom.worker.backends.architectures import (
     attention_masks,
     has_windows,
     logits,
 )
+from phaseloom.worker.backends.lora.adapters import LowRank
 
 LLAMA_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """The architectures built of the same modules, under the same names, as Llama."""

@@ -24,11 +24,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from phaseloom.common.contract.operations import (
     Forward,
@@ -39,7 +35,6 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends import scoring
-from phaseloom.worker.backends.adapters import own_parameters
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, nothing
 from phaseloom.worker.backends.batch import (
     Batch,
@@ -49,6 +44,16 @@ from phaseloom.worker.backends.batch import (
 )
 from phaseloom.worker.backends.capabilities import kinds_of
 from phaseloom.worker.backends.experts import file_shapes
+from phaseloom.worker.backends.fsdp.parameters import (
+    Views,
+    move_parameters,
+    precision,
+    preset_gradients,
+    round_parameters,
+    shard_modules,
+    transformer_layers,
+    use_heap,
+)
 from phaseloom.worker.backends.gathering import weights_digest
 from phaseloom.worker.backends.layout import (
     Layout,
@@ -57,6 +62,8 @@ from phaseloom.worker.backends.layout import (
     plan,
     shard,
 )
+from phaseloom.worker.backends.lora.adapters import own_parameters
+from phaseloom.worker.backends.lora.sharedbase import SharedBase, base_scratch_bytes
 from phaseloom.worker.backends.losses import loss_sum
 from phaseloom.worker.backends.model import (
     TORCH_DTYPES,
@@ -74,7 +81,6 @@ from phaseloom.worker.backends.processgroup import (
     join_process_group,
     largest,
 )
-from phaseloom.worker.backends.sharedbase import SharedBase, base_scratch_bytes
 from phaseloom.worker.backends.training import (
     Masters,
     Training,
@@ -82,9 +88,6 @@ from phaseloom.worker.backends.training import (
     recompute,
 )
 from phaseloom.worker.state.devicememory import DeviceMemory
-
-Views = Mapping[str, torch.Tensor]
-"""Tensors by parameter."""
 
 DIVISIBLE_COLUMNS = 64
 """On a device of several units, the columns of a pass are a multiple of this: how a row of odd
@@ -135,20 +138,20 @@ class FsdpBackend(TrainingBackend):
         self._scorer = scoring.Scorer(self._model, dtype)
         masters = self._layout.training.masters if self._layout.training else None
         if masters is None:
-            _round_parameters(self._model, dtype)
-        layers = _layers(self._model)
+            round_parameters(self._model, dtype)
+        layers = transformer_layers(self._model)
         if spec.activation_checkpointing:
             recompute(layers)
         moved = self._tensors.views(masters or self._layout.weights)
         gradients = self._gradients()
         if ranks.world_size == 1:
             used = self._tensors.views(self._layout.weights)
-            _use_heap(self._model, moved, used, gradients)
+            use_heap(self._model, moved, used, gradients)
         else:
             mesh = self._join()
-            _shard(self._scorer, layers, mesh, _precision(masters, dtype))
-            _move_parameters(self._scorer, moved, self._padded(masters or self._layout.weights))
-            _preset_gradients(self._model, gradients, mesh)
+            shard_modules(self._scorer, layers, mesh, precision(masters, dtype))
+            move_parameters(self._scorer, moved, self._padded(masters or self._layout.weights))
+            preset_gradients(self._model, gradients, mesh)
         if masters is not None and spec.model.pinned is not None and self._base is None:
             # The weights come from files: then masters are made of them.
             self._tensors.flat(masters).zero_()
@@ -290,110 +293,3 @@ def _layout(spec: DeploymentSpec, shapes: Mapping[str, Sequence[int]], ranks: Ra
         optimizer_on=spec.optimizer_on,
         dtype=weights_dtype(spec.model),
     )
-
-
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The transformer layers, found by the class names that `transformers` lists."""
-    names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
-
-
-def _shard(
-    root: scoring.Scorer,
-    layers: list[nn.Module],
-    mesh: DeviceMesh,
-    precision: MixedPrecisionPolicy,
-) -> None:
-    """Shard each layer, and the root with the rest. The weights of an adapter's base stay whole on
-    every rank."""
-    own = {*own_parameters(root.model).values()}
-    base = {*root.parameters()} - own
-    for module in [*layers, root]:
-        fully_shard(
-            module,
-            mesh=mesh,
-            reshard_after_forward=True,
-            mp_policy=precision,
-            ignored_params=base,
-        )
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-
-def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Round the parameters to a dtype. Buffers, such as rotary frequencies, stay as they are."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-
-
-def _use_heap(model: nn.Module, drawn: Views, used: Views, gradients: Views) -> None:
-    """Make whole parameters views into the heap, and have their gradients added up there.
-
-    Args: drawn: gets the parameters' values: the weights or, if there are any, the masters, from
-              which the caller rounds the weights.
-          used: the weights that the model computes with.
-          gradients: empty where nothing is trained.
-    """
-    for name, parameter in own_parameters(model).items():
-        drawn[name].copy_(parameter.data)
-        parameter.data = used[name]
-        if name not in gradients:
-            continue
-        if gradients[name].dtype == parameter.dtype:
-            parameter.grad = gradients[name]
-        else:
-            hook = _adding_to(gradients[name])
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def _adding_to(gradient: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """A hook that adds the gradient of a pass, in the dtype of the weights, to this one."""
-
-    def add(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        gradient.add_(parameter.grad)
-        parameter.grad = None
-
-    return add
-
-
-def _precision(masters: Region | None, dtype: torch.dtype) -> MixedPrecisionPolicy:
-    if masters is None:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-
-
-def _preset_gradients(model: nn.Module, gradients: Views, mesh: DeviceMesh) -> None:
-    """Make every shard's gradient a view into the heap, which FSDP2 adds to."""
-    for name, parameter in own_parameters(model).items():
-        if name not in gradients:
-            continue
-        assert isinstance(parameter, DTensor)
-        parameter.grad = DTensor.from_local(
-            gradients[name],
-            mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-
-
-def _move_parameters(scorer: scoring.Scorer, views: Views, padded: Views) -> None:
-    """Make every local shard a view into the heap, then let FSDP2 rebuild what it derives.
-
-    FSDP2 gathers from padded shards. It uses a padded tensor in place, and would copy a tensor
-    without padding out of the heap.
-    """
-    parameters = own_parameters(scorer.model)
-    for name, parameter in parameters.items():
-        assert isinstance(parameter, DTensor)
-        views[name].copy_(parameter.to_local().detach())
-        parameter._local_tensor = padded[name]
-    apply: Callable[..., nn.Module] = scorer._apply
-    apply(lambda tensor: tensor)
-    for name, parameter in parameters.items():
-        assert isinstance(parameter, DTensor)
-        parameter._local_tensor = views[name]

@@ -23,8 +23,8 @@ import torch
 
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.specs import DeploymentSpec
-from phaseloom.worker.backends.decode import Cache, Decoder
 from phaseloom.worker.backends.model import TORCH_DTYPES, model_config, weights_dtype
+from phaseloom.worker.backends.sampler.decoder import Cache, Decoder
 from phaseloom.worker.state.devicememory import DeviceMemory, scratch_tensor
 
 BLOCK_TOKENS = 16

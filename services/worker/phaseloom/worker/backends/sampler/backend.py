@@ -35,20 +35,18 @@ from phaseloom.common.contract.specs import Adapter, DeploymentSpec
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends import scoring
-from phaseloom.worker.backends.adaptercache import AdapterCache, place_bytes
-from phaseloom.worker.backends.adapters import own_parameters
 from phaseloom.worker.backends.base import ALONE, AdapterVersion, Memory, RankGroup, Watch, nothing
 from phaseloom.worker.backends.batch import (
     Ints,
     forward_batch,
     joined_ints,
 )
-from phaseloom.worker.backends.decode import Cache, Prefill, decoder_of
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.experts import file_shapes
-from phaseloom.worker.backends.generation import Rows, Sampling, Start
 from phaseloom.worker.backends.inference import InferenceBackend, check_spec, prompt_field
 from phaseloom.worker.backends.layout import Layout, plan
+from phaseloom.worker.backends.lora.adapters import own_parameters
+from phaseloom.worker.backends.lora.sharedbase import SharedBase, base_scratch_bytes
 from phaseloom.worker.backends.model import (
     TORCH_DTYPES,
     HeapTensors,
@@ -59,8 +57,10 @@ from phaseloom.worker.backends.model import (
     return_freed_memory,
     weights_dtype,
 )
-from phaseloom.worker.backends.prefixcache import Prefix, planned_bytes, prefix_cache
-from phaseloom.worker.backends.sharedbase import SharedBase, base_scratch_bytes
+from phaseloom.worker.backends.sampler.adaptercache import AdapterCache, place_bytes
+from phaseloom.worker.backends.sampler.decoder import Cache, Prefill, decoder_of
+from phaseloom.worker.backends.sampler.prefixcache import Prefix, planned_bytes, prefix_cache
+from phaseloom.worker.backends.sampler.rows import Rows, Sampling, Start
 from phaseloom.worker.state.devicememory import DeviceMemory, scratch_tensor
 
 WAVE_TOKENS = 65536

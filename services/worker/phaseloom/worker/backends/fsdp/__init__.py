@@ -1,0 +1,1 @@
+"""The `fsdp` backend: training by torch's FSDP2."""

@@ -1,0 +1,128 @@
+"""A model's parameters and gradients as views of the heap: whole, or as FSDP2's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from phaseloom.worker.backends import scoring
+from phaseloom.worker.backends.layout import (
+    Region,
+)
+from phaseloom.worker.backends.lora.adapters import own_parameters
+
+Views = Mapping[str, torch.Tensor]
+"""Tensors by parameter."""
+
+
+def transformer_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The transformer layers, found by the class names that `transformers` lists."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def shard_modules(
+    root: scoring.Scorer,
+    layers: list[nn.Module],
+    mesh: DeviceMesh,
+    precision: MixedPrecisionPolicy,
+) -> None:
+    """Shard each layer, and the root with the rest. The weights of an adapter's base stay whole on
+    every rank."""
+    own = {*own_parameters(root.model).values()}
+    base = {*root.parameters()} - own
+    for module in [*layers, root]:
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=True,
+            mp_policy=precision,
+            ignored_params=base,
+        )
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round the parameters to a dtype. Buffers, such as rotary frequencies, stay as they are."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def use_heap(model: nn.Module, drawn: Views, used: Views, gradients: Views) -> None:
+    """Make whole parameters views into the heap, and have their gradients added up there.
+
+    Args: drawn: gets the parameters' values: the weights or, if there are any, the masters, from
+              which the caller rounds the weights.
+          used: the weights that the model computes with.
+          gradients: empty where nothing is trained.
+    """
+    for name, parameter in own_parameters(model).items():
+        drawn[name].copy_(parameter.data)
+        parameter.data = used[name]
+        if name not in gradients:
+            continue
+        if gradients[name].dtype == parameter.dtype:
+            parameter.grad = gradients[name]
+        else:
+            hook = _adding_to(gradients[name])
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _adding_to(gradient: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """A hook that adds the gradient of a pass, in the dtype of the weights, to this one."""
+
+    def add(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        gradient.add_(parameter.grad)
+        parameter.grad = None
+
+    return add
+
+
+def precision(masters: Region | None, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    if masters is None:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+
+
+def preset_gradients(model: nn.Module, gradients: Views, mesh: DeviceMesh) -> None:
+    """Make every shard's gradient a view into the heap, which FSDP2 adds to."""
+    for name, parameter in own_parameters(model).items():
+        if name not in gradients:
+            continue
+        assert isinstance(parameter, DTensor)
+        parameter.grad = DTensor.from_local(
+            gradients[name],
+            mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+
+def move_parameters(scorer: scoring.Scorer, views: Views, padded: Views) -> None:
+    """Make every local shard a view into the heap, then let FSDP2 rebuild what it derives.
+
+    FSDP2 gathers from padded shards. It uses a padded tensor in place, and would copy a tensor
+    without padding out of the heap.
+    """
+    parameters = own_parameters(scorer.model)
+    for name, parameter in parameters.items():
+        assert isinstance(parameter, DTensor)
+        views[name].copy_(parameter.to_local().detach())
+        parameter._local_tensor = padded[name]
+    apply: Callable[..., nn.Module] = scorer._apply
+    apply(lambda tensor: tensor)
+    for name, parameter in parameters.items():
+        assert isinstance(parameter, DTensor)
+        parameter._local_tensor = views[name]

@@ -1,0 +1,1 @@
+"""Low-rank adapters (LoRA): their layers, their versions, and the base that they share."""

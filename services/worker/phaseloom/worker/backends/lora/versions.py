@@ -1,0 +1,81 @@
+"""Versions of adapters: whether a deployment can read with one in place of its own adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.specs import Adapter
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.worker.backends.base import AdapterVersion
+from phaseloom.worker.backends.lora.adapters import layer_and_part
+from phaseloom.worker.backends.model import TORCH_DTYPES
+
+
+def shapes_of(own: Sequence[TensorSlot], adapter: Adapter) -> dict[str, list[int]]:
+    """The shapes of an adapter's tensors on a deployment's base, by the names of files.
+
+    Args: own: of a version of the deployment's own adapter.
+    """
+    own_rank = _rank_of(own)
+    return {
+        slot.name: _of_rank(slot, adapter.rank, own_rank)
+        for slot in own
+        if layer_and_part(slot.name)[0].rpartition(".")[2] in adapter.targets
+    }
+
+
+def check_version(version: AdapterVersion, own: Sequence[TensorSlot]) -> None:
+    """Check that a deployment can read with a version in place of its own adapter.
+
+    Args:   own: of a version of the deployment's own adapter.
+    Raises: CallerError: why not.
+    """
+    own_rank, by_name = _rank_of(own), {slot.name: slot for slot in own}
+    if version.adapter.rank > own_rank:
+        raise refused(
+            f"the adapter has rank {version.adapter.rank}, this deployment has room for {own_rank}",
+            "declare it with an adapter of the highest rank that it is to generate with",
+        )
+    for slot in version.slots:
+        mine = by_name.get(slot.name)
+        if mine is None:
+            raise refused(
+                f"this deployment has no adapter on {layer_and_part(slot.name)[0]!r}",
+                "declare it with an adapter whose targets are those of all adapters that it "
+                "is to generate with",
+            )
+        ranks = (version.adapter.rank, own_rank)
+        if (slot.dtype, slot.shape) != (mine.dtype, _of_rank(mine, *ranks)):
+            raise refused(
+                f"{slot.name} is {slot.dtype}{slot.shape}: the adapter is on another base",
+                "name weights of an adapter on the base that this deployment has",
+            )
+
+
+def _rank_of(own: Sequence[TensorSlot]) -> int:
+    return max(slot.shape[0] for slot in own if ".lora_A." in slot.name)
+
+
+def _of_rank(own: TensorSlot, rank: int, own_rank: int) -> list[int]:
+    """The shape of a tensor for an adapter of another rank."""
+    axis = 0 if layer_and_part(own.name)[1] == "lora_A" else 1
+    assert own.shape[axis] == own_rank
+    return [rank if i == axis else size for i, size in enumerate(own.shape)]
+
+
+def tensors_of(version: AdapterVersion) -> dict[str, torch.Tensor]:
+    """A version's tensors where they lie in host memory."""
+    whole = torch.frombuffer(version.memory, dtype=torch.uint8)
+    return {
+        slot.name: whole[slot.offset : slot.offset + slot.num_bytes]
+        .view(TORCH_DTYPES[slot.dtype])
+        .view(slot.shape)
+        for slot in version.slots
+    }
+
+
+def refused(message: str, remedy: str) -> CallerError:
+    return CallerError(message, code=Code.FAILED_PRECONDITION, field="args.weights", remedy=remedy)

@@ -1,0 +1,1 @@
+"""The `sampler` backend: generation and log-probabilities by torch and `transformers`."""
