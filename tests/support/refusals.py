@@ -71,7 +71,7 @@ AREAS = {
 BETWEEN_OUR_OWN = {
     "libs/common/phaseloom/common/transport/framing.py": "two processes of one node",
     "services/statemgr": "the state manager and its agent, ranks and peers",
-    "services/worker/phaseloom/worker/agent/shell.py": "the agent and its ranks",
+    "services/worker/phaseloom/worker/agent/wpgs.py": "the agent and its ranks",
     "services/worker/phaseloom/worker/agent/stateclient.py": "an agent and the state manager",
     "services/worker/phaseloom/worker/state/client.py": "a rank and the state manager",
     "services/worker/phaseloom/worker/state/hostcopies.py": "a rank and the state manager",

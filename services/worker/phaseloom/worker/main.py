@@ -77,9 +77,9 @@ async def serve(stop: asyncio.Event) -> None:
             agent.register_metrics()
             running = [
                 tasks.create_task(lease.keep()),
-                tasks.create_task(framing.serve(listener, RankMessage, agent.rank_session)),
+                tasks.create_task(framing.serve(listener, RankMessage, agent.wpgs.serve_rank)),
                 tasks.create_task(agent.keep_alive()),
-                tasks.create_task(serve_nodes(bus, node, agent.answer_node)),
+                tasks.create_task(serve_nodes(bus, node, agent.node_requests.answer)),
                 tasks.create_task(serve_checkpoints(bus, node, state)),
                 tasks.create_task(remove_expired(bus, state)),
                 tasks.create_task(_until_state_lost(state)),
@@ -91,11 +91,11 @@ async def serve(stop: asyncio.Event) -> None:
                 streams.PERMITS,
                 streams.permit_subject(node),
                 f"node-{node}",
-                agent.take,
+                agent.receive,
                 ack_wait_s=ACK_WAIT_S,
             )
             await stop.wait()
-            await agent.stop()
+            await agent.wpgs.stop_all()
             await lifecycle.end(running)
         interpreters.close()
         await lease.release()
