@@ -26,16 +26,15 @@ from phaseloom.simulator.comparison.pictures import bars, canvas
 from phaseloom.simulator.comparison.report import Record, Report
 from phaseloom.simulator.jobs import SimJob
 
+# Policies that spread a backlog over few nodes are left out: with nodes for every job they do the
+# same as `solo`.
 ORDERINGS = {
     "coexec": "round_robin",
     "coexec_repack": "fcfs",
+    "pack": "hrrs",
     "random": "round_robin",
     "most_idle": "round_robin",
     "solo": "fcfs",
-    "pack": "hrrs",
-    "spread": "hrrs",
-    "spread_backfill": "hrrs",
-    "backfill_greedy": "hrrs",
 }
 """Placement policy → the ordering policy that it is run with."""
 
