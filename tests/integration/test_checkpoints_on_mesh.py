@@ -186,7 +186,7 @@ async def commands(mesh: Mesh, directory: Path) -> None:
     assert "deleted" in await run(checkpoints.delete, name)
     with pytest.raises(client.CallerError, match="does not exist"):
         await run(checkpoints.delete, name)
-    with pytest.raises(client.CallerError, match="is not <tenant>"):
+    with pytest.raises(client.CallerError, match="expected <tenant>"):
         await run(checkpoints.show, "demo.calm")
 
 

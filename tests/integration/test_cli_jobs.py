@@ -63,7 +63,7 @@ async def test_jobs_are_listed_and_waiting_operations_explained(tmp_path: Path) 
             for call in (cancel, drain):
                 with pytest.raises(CallerError, match="does not exist"):
                     await asyncio.to_thread(shown, call, "demo.nobody", run=run)
-                with pytest.raises(CallerError, match="is not <tenant>"):
+                with pytest.raises(CallerError, match="expected <tenant>"):
                     call("demo.nobody.policy", run=run)
 
 

@@ -89,7 +89,7 @@ def test_every_tier_is_shown_with_its_bytes() -> None:
     assert "device 0: 8.0 MiB of 64.0 MiB" in head
     assert "host memory: 24.0 MiB of 1.0 GiB" in head
     assert "NVMe (direct): 4.0 MiB of 1.0 TiB" in head
-    assert "30.0 MiB in 24.0 MiB (1.25 to 1)" in head
+    assert "sharing: 30.0 MiB stored as 24.0 MiB (1.25 to 1)" in head
     told = " ".join(deployment.split())
     assert told == "acme.sums.policy 3 9 8.0 MiB + 2.0 MiB 12.0 MiB 4.0 MiB 6.0 MiB 3.0 MiB"
     assert version.split() == [str(VERSION), "5.0", "MiB", "–", "2"]

@@ -122,7 +122,7 @@ async def test_snapshot_that_is_gone_with_the_log_before_it_is_refused(run: Run)
     await bus.close()
     await run.server.stop()
     error = await refused(run)
-    assert "snapshot between them is lost" in error.info.message
+    assert "a newer snapshot of the scheduler is lost" in error.info.message
 
 
 async def test_older_copy_of_the_store_is_refused(run: Run) -> None:

@@ -445,4 +445,4 @@ async def test_trace_says_so_when_there_is_no_such_operation(seen: Seen) -> None
     )
     _, errors = await process.communicate()
     assert process.returncode == 1
-    assert b"no span of demo.letters.policy.8" in errors
+    assert b"has no spans of demo.letters.policy.8" in errors

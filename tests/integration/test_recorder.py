@@ -71,7 +71,7 @@ def test_line_cut_off_by_a_crash_is_left_out_and_a_foreign_one_refused(tmp_path:
     path.write_bytes(line + line[:30])
     assert read_events(path) == [Recorded(1, 2.5, TimerFired("t"))]
     path.write_bytes(line + b'{"sequence":2}\n')
-    with pytest.raises(CallerError, match=r"events\.jsonl:2 is no recorded event"):
+    with pytest.raises(CallerError, match=r"events\.jsonl:2 is not a recorded event"):
         read_events(path)
 
 

@@ -111,7 +111,7 @@ async def test_operator_adds_lists_and_removes(short_dir: Path, tmp_path: Path) 
             told = await run(models.add, "tiny", directory)
             assert "registered tiny: qwen3, 16,480 parameters in bfloat16" in told
         assert "16,480" in await run(models.list_models)
-        with pytest.raises(CallerError, match="stands for another") as taken:
+        with pytest.raises(CallerError, match="already registered for another") as taken:
             await run(models.add, "tiny", other)
         assert taken.value.info.code is Code.ALREADY_EXISTS
 

@@ -105,7 +105,7 @@ async def test_mesh_says_what_is_missing_when_a_service_does_not_come_up(tmp_pat
     async with Mesh(config, tmp_path) as mesh:
         log, missing = "", ""
         async with asyncio.timeout(120):
-            while "no_such_policy" not in log or ": no scheduler;" not in missing:
+            while "no_such_policy" not in log or ": no answer from scheduler;" not in missing:
                 with pytest.raises(ResourceError) as error:
                     await mesh.ready(timeout_s=1)
                 missing = str(error.value)
@@ -138,7 +138,7 @@ async def missing_but(mesh: Mesh, what: str) -> str:
         while not missing or not all(each.startswith(what) for each in missing.split(", ")):
             with pytest.raises(ResourceError) as error:
                 await mesh.ready(timeout_s=1)
-            missing = str(error.value).partition(": no ")[2].partition(";")[0]
+            missing = str(error.value).partition(": no answer from ")[2].partition(";")[0]
     return missing
 
 
@@ -172,7 +172,7 @@ async def test_up_prints_how_to_connect_and_ctrl_c_stops_everything(tmp_path: Pa
     process.send_signal(signal.SIGINT)
     output, _ = await process.communicate()
     assert process.returncode == 0
-    assert b"watch it at http://127.0.0.1:" in output
+    assert b"console: http://127.0.0.1:" in output
     assert b"stopping" in output
     await until_gone(everything, timeout_s=30)
     assert not (run / "s").exists()

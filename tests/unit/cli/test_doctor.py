@@ -106,7 +106,7 @@ def test_interpreter_is_fine_when_its_runtimes_and_this_phaseloom_are_there() ->
 
 def test_interpreter_with_another_phaseloom_or_without_the_runtime_fails() -> None:
     finding = doctor.check_interpreter("/x/python", ["vllm"], PROBED, is_same=False)
-    assert (finding.verdict, "another Phaseloom" in finding.found) == (Verdict.FAILED, True)
+    assert (finding.verdict, "a different Phaseloom" in finding.found) == (Verdict.FAILED, True)
     missing = InterpreterProbe("digest", {}, {"vllm": "vllm is not installed"})
     finding = doctor.check_interpreter("/x/python", ["vllm"], missing, is_same=True)
     assert (finding.verdict, finding.found) == (Verdict.FAILED, "vllm: vllm is not installed")

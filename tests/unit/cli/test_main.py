@@ -122,7 +122,7 @@ def test_error_of_phaseloom_ends_with_code_1_in_one_line(tmp_path: Path) -> None
         (("accounts", "/proc/x", "t", "--url", "nats://h:1"), "No such file or directory"),
         (("simulate", "--workload", "jobs.csv", "--out", "/proc/x"), "No such file or directory"),
         (("simulate", "plexrl-hrrs"), "python -m loadtest simulate plexrl-hrrs"),
-        (("model", "convert", "/proc/x"), "/proc/x cannot be made"),
+        (("model", "convert", "/proc/x"), "/proc/x cannot be created"),
         (("demo", "--steps", "0"), "0 steps train nothing"),
     ],
 )

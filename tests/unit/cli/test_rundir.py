@@ -84,7 +84,7 @@ def test_run_is_found_by_its_name_or_its_path(tmp_path: Path) -> None:
 
 def test_folder_in_which_no_run_can_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("no folder")
-    with pytest.raises(CallerError, match="no directory of a run can be made") as refused:
+    with pytest.raises(CallerError, match="no run directory can be created") as refused:
         new_run_dir(tmp_path / "runs")
     assert refused.value.info.field == "--runs"
 
@@ -98,7 +98,7 @@ def test_run_goes_on_where_the_id_of_its_process_is_somebody_elses(tmp_path: Pat
 
 def test_run_that_has_not_ended_is_not_resumed(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    with held(run), pytest.raises(CallerError, match="still runs") as refused:
+    with held(run), pytest.raises(CallerError, match="in use by a running mesh") as refused:
         run_to_resume(str(run), tmp_path)
     assert refused.value.info.code is Code.FAILED_PRECONDITION
     assert run_to_resume(str(run), tmp_path) == run

@@ -50,7 +50,7 @@ def test_child_specs_give_each_service_its_own_settings() -> None:
 
 
 async def test_second_mesh_in_a_directory_is_refused(tmp_path: Path) -> None:
-    with held(tmp_path), pytest.raises(CallerError, match="still runs"):
+    with held(tmp_path), pytest.raises(CallerError, match="in use by a running mesh"):
         async with Mesh(MeshConfig(), tmp_path):
             raise AssertionError("two meshes on one store")
 

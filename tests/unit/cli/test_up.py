@@ -113,7 +113,7 @@ def test_port_that_somebody_has_is_refused_before_anything_starts(tmp_path: Path
     with create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for given, field in (({"console_port": port}, "console"), ({"gateway": port}, "gateway")):
-            with pytest.raises(CallerError, match=f"port {port} cannot be taken") as refused:
+            with pytest.raises(CallerError, match=f"port {port} cannot be used") as refused:
                 up(runs=tmp_path / "runs", **given)
             assert refused.value.info.field == f"mesh.{field}_port"
     assert not (tmp_path / "runs").exists()
@@ -122,7 +122,7 @@ def test_port_that_somebody_has_is_refused_before_anything_starts(tmp_path: Path
 
 
 def test_run_to_go_on_with_is_not_passed_over_without_resume(tmp_path: Path) -> None:
-    with pytest.raises(CallerError, match="a new one would begin") as refused:
+    with pytest.raises(CallerError, match="needs --resume") as refused:
         up(runs=tmp_path / "runs", run="20260101-000000")
     assert "--resume" in (refused.value.info.remedy or "")
     assert not (tmp_path / "runs").exists()
@@ -134,10 +134,10 @@ def test_extra_that_is_not_installed_is_named_before_anything_starts(
     """Services that could not be imported would be started again until the timeout."""
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     port = free_port()
-    with pytest.raises(CallerError, match="a gateway needs aiohttp") as refused:
+    with pytest.raises(CallerError, match="a gateway needs packages that are not") as refused:
         up(runs=tmp_path / "runs", gateway=port, console_port=0)
     assert refused.value.info.remedy == "pip install 'phaseloom[gateway]'"
-    with pytest.raises(CallerError, match="a console needs aiohttp") as refused:
+    with pytest.raises(CallerError, match="a console needs packages that are not") as refused:
         up(runs=tmp_path / "runs", console_port=port)
     assert refused.value.info.remedy == "pip install 'phaseloom[console]'"
     assert not (tmp_path / "runs").exists()

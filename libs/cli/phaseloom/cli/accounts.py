@@ -71,7 +71,9 @@ def make_accounts(directory: Path, tenants: tuple[str, ...], url: str) -> Creden
                 directory's is missing, or what is in the directory cannot be read.
     """
     if not tenants:
-        raise CallerError("no tenant is named", field="tenants", remedy="name one or more tenants")
+        raise CallerError(
+            "expected at least one tenant, got none", field="tenants", remedy="name the tenants"
+        )
     for tenant in tenants:
         check_tenant(tenant, "tenants")
     port = _port_of(url)
@@ -81,10 +83,10 @@ def make_accounts(directory: Path, tenants: tuple[str, ...], url: str) -> Creden
     missing = [tenant for tenant in known if tenant not in tenants]
     if missing:
         raise CallerError(
-            f"{directory} has tenants that are not named: {', '.join(missing)}",
+            f"{directory} already has tenants that you did not name: {', '.join(missing)}",
             code=Code.FAILED_PRECONDITION,
             field="tenants",
-            remedy="name them too; their jobs would not be routed any more",
+            remedy="name them too; otherwise their jobs would no longer be routed",
         )
     made = Credentials(
         url,
@@ -157,9 +159,9 @@ def _port_of(url: str) -> int:
         port = None
     if port is None or parts.scheme != "nats" or not parts.hostname:
         raise CallerError(
-            f"{url!r} is no address of a NATS server",
+            f"the server's address must be nats://HOST:PORT, got {url!r}",
             field="--url",
-            remedy="give it as nats://HOST:PORT",
+            remedy="for example nats://head.example.com:4222",
         )
     return port
 
@@ -178,7 +180,7 @@ def _earlier(file: Path) -> Credentials | None:
             f"{file} cannot be read: {error}",
             code=Code.FAILED_PRECONDITION,
             field="directory",
-            remedy="use another directory, and start the mesh anew with it",
+            remedy="use another directory and restart the whole mesh with it",
         ) from None
 
 

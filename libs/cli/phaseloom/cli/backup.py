@@ -100,16 +100,16 @@ def backup(directory: Path, *, run: Path | None = None, console: Console | None 
     target = directory.absolute()
     if target.exists():
         raise CallerError(
-            f"{directory} is there already",
+            f"{directory} already exists",
             code=Code.ALREADY_EXISTS,
             field="directory",
-            remedy="name a directory that is yet to be made",
+            remedy="name a directory that does not exist yet",
         )
     if target.is_relative_to(found):
         raise CallerError(
-            f"{directory} is in the run that is to be copied",
+            f"{directory} is inside the run to back up",
             field="directory",
-            remedy="name one elsewhere, best on another disk",
+            remedy="name a directory outside the run, preferably on another disk",
         )
     with ExitStack() as stack, _whole_or_not_at_all(target) as draft:
         try:
@@ -135,11 +135,11 @@ def backup(directory: Path, *, run: Path | None = None, console: Console | None 
     num_bytes = sum(file.num_bytes for file in made.files)
     line = (
         f"{directory}: {len(made.files)} files, {num_bytes:,} bytes, the decision log up to "
-        f"{made.log_last}; the mesh stood still for {pause_s:.2f} s"
+        f"{made.log_last}; the mesh was paused for {pause_s:.2f} s"
     )
     out.print(line, soft_wrap=True, markup=False)
     if made.checkpoint_root:
-        line = f"not in it: the checkpoints in {made.checkpoint_root}"
+        line = f"not included: the checkpoints in {made.checkpoint_root}"
         out.print(line, soft_wrap=True, markup=False)
 
 
@@ -163,7 +163,7 @@ def restore(directory: Path, run_dir: Path, *, console: Console | None = None) -
             f"{run_dir} is not empty",
             code=Code.FAILED_PRECONDITION,
             field="run_dir",
-            remedy="name an empty directory, or one that is yet to be made",
+            remedy="name an empty directory or one that does not exist yet",
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     with _whole_or_not_at_all(target) as draft:
@@ -171,12 +171,12 @@ def restore(directory: Path, run_dir: Path, *, console: Console | None = None) -
         num_jobs = uvloop.run(_prepared(draft))
     made_at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(made.made_unix_s))
     lines = [
-        f"{run_dir} is as of {made_at}: the decision log up to {made.log_last}",
-        f"what came later is lost; controllers must attach again; jobs: {num_jobs}",
+        f"{run_dir} is restored as of {made_at}, with the decision log up to {made.log_last}",
+        f"later work is lost; controllers of {num_jobs} jobs must attach again",
         f"phaseloom up --resume --run {run_dir}  # with its settings, or those of --mesh-file",
     ]
     if made.checkpoint_root:
-        lines.insert(2, f"checkpoints are looked for in {made.checkpoint_root}, as they are now")
+        lines.insert(2, f"the run uses the present checkpoints in {made.checkpoint_root}")
     for line in lines:
         (console or Console()).print(line, soft_wrap=True, markup=False)
 
@@ -195,7 +195,9 @@ def _whole_or_not_at_all(target: Path) -> Iterator[Path]:
     except OSError as error:
         code = Code.RESOURCE_EXHAUSTED if error.errno == errno.ENOSPC else Code.UNAVAILABLE
         raise ResourceError(
-            f"{target} cannot be written: {error}", code=code, remedy="see to that disk"
+            f"{target} cannot be written: {error}",
+            code=code,
+            remedy="free space on that disk or repair it",
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -226,8 +228,8 @@ def _copied(run_dir: Path, target: Path, *, runs: bool) -> float:
         if is_one_moment:
             return time.monotonic() - began_s
     raise ResourceError(
-        f"the processes of {run_dir} end and start too often for a backup",
-        remedy="see the run's logs, and try again",
+        f"the processes of {run_dir} restarted during each of {_TRIES} attempts at a backup",
+        remedy="find out from the run's logs why they restart, then try again",
     )
 
 
@@ -358,8 +360,8 @@ def standing_still(run_dir: Path) -> Iterator[set[int]]:
         while moving := _moving(pids):
             if time.monotonic() > deadline_s:
                 raise ResourceError(
-                    f"process {moving} does not stand still",
-                    remedy="its disk may be very slow: try again, or end the mesh first",
+                    f"process {moving} did not stop within {_STILL_WITHIN_S:g} s",
+                    remedy="its disk may be slow: try again, or stop the mesh first",
                 )
             time.sleep(_LOOK_EVERY_S)
         yield pids
@@ -416,14 +418,14 @@ def _manifest(directory: Path) -> Backup:
         made = msgspec.json.decode(file.read_bytes(), type=Backup)
     except (OSError, msgspec.DecodeError) as error:
         raise CallerError(
-            f"{directory} is no backup: {error}",
+            f"{directory} is not a backup: {error}",
             code=Code.NOT_FOUND,
             field="directory",
-            remedy="name a directory that `phaseloom backup` has made",
+            remedy="name a directory that `phaseloom backup` has written",
         ) from None
     if made.format != _FORMAT:
         raise CallerError(
-            f"{directory} is a backup of format {made.format}, this is format {_FORMAT}",
+            f"expected a backup of format {_FORMAT}, got format {made.format} in {directory}",
             code=Code.FAILED_PRECONDITION,
             field="directory",
             remedy=f"restore it with phaseloom {made.phaseloom}",
@@ -441,9 +443,9 @@ def _place(made: Backup, source: Path, target: Path) -> None:
         place = target / file.path
         if not place.resolve().is_relative_to(target.resolve()):
             raise CallerError(
-                f"the backup names {file.path}, which is outside of it",
+                f"the backup names a file outside of itself: {file.path}",
                 field="directory",
-                remedy="restore a backup that `phaseloom backup` has made",
+                remedy="restore a backup that `phaseloom backup` has written",
             )
         if stat.S_ISDIR(file.mode):
             place.mkdir(mode=stat.S_IMODE(file.mode) | stat.S_IRWXU)
@@ -462,7 +464,7 @@ def _place(made: Backup, source: Path, target: Path) -> None:
         raise ResourceError(
             f"{len(bad)} files of the backup are missing or damaged: {', '.join(bad[:_TOLD])}",
             code=Code.DATA_LOSS,
-            remedy="restore another backup, or another copy of this one",
+            remedy="restore another backup or another copy of this one",
             details={"files": len(bad)},
         )
 

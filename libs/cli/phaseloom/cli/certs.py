@@ -56,7 +56,9 @@ def make_certificates(directory: Path, nodes: Sequence[str]) -> None:
     Raises: CallerError: no node is named, a name is not valid, or the authority cannot be read.
     """
     if not nodes:
-        raise CallerError("no node is named", field="nodes", remedy="name one or more nodes")
+        raise CallerError(
+            "expected at least one node, got none", field="nodes", remedy="name the nodes"
+        )
     for node in nodes:
         check_name(node, "nodes")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -102,10 +104,10 @@ def _authority(directory: Path) -> _Authority:
         return _Authority(x509.load_pem_x509_certificate(certificate.read_bytes()), loaded)
     except (OSError, ValueError, AssertionError) as error:
         raise CallerError(
-            f"the authority in {directory} cannot be read: {error}",
+            f"the certificate authority in {directory} cannot be read: {error}",
             code=Code.FAILED_PRECONDITION,
             field="directory",
-            remedy="use another directory, and make all certificates again",
+            remedy="use another directory and create all certificates again",
         ) from error
 
 

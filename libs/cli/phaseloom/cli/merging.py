@@ -78,7 +78,7 @@ def _config(adapter: Path) -> _Config:
     if odd or config.r < 1:
         raise CallerError(
             f"{path} has {', '.join(odd) or 'r'} = {getattr(config, (odd or ['r'])[0])!r}, which "
-            "is not merged here",
+            "this command does not support",
             code=Code.FAILED_PRECONDITION,
             field="adapter",
             remedy="merge it with peft",
@@ -96,7 +96,7 @@ def _merge(base: Path, adapter: Path, config: _Config, directory: Path) -> None:
         raise CallerError(
             f"the adapter's weights cannot be read: {error}",
             field="adapter",
-            remedy="have adapter_model.safetensors whole beside adapter_config.json",
+            remedy="put a complete adapter_model.safetensors next to adapter_config.json",
         ) from error
     try:
         shutil.copytree(base, directory)
@@ -114,11 +114,11 @@ def _merge(base: Path, adapter: Path, config: _Config, directory: Path) -> None:
             f"the merged weights cannot be written: {error}",
             code=Code.FAILED_PRECONDITION,
             field="directory",
-            remedy="name a directory that you may make, on a disk with room for another model",
+            remedy="name a directory that you may create, on a disk with room for another model",
         ) from error
     if left:
         raise CallerError(
-            f"the base has no weights {min(left)!r}",
+            f"the adapter changes {min(left)!r}, which the base does not have",
             code=Code.FAILED_PRECONDITION,
             field="base",
             remedy="name the directory of the model that the adapter was trained on",
@@ -177,8 +177,8 @@ def _by_weight(matrices: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
             rest -= {name, other}
     if rest or not pairs:
         raise CallerError(
-            f"{min(rest, default='nothing')!r} in adapter_model.safetensors is no part of a pair "
-            "of low-rank matrices",
+            "expected pairs of low-rank matrices (lora_A, lora_B) in adapter_model.safetensors, "
+            f"got {min(rest, default='nothing')!r}",
             code=Code.FAILED_PRECONDITION,
             field="adapter",
             remedy="merge it with peft",
@@ -190,16 +190,16 @@ def _added(name: str, weight: Any, a: Any, b: Any, config: _Config) -> Any:
     """W + (alpha / r)·B·A, rounded once to the dtype of the base."""
     if (a.shape[0], b.shape[1]) != (config.r, config.r):
         raise CallerError(
-            f"the adapter's matrices on {name} are {tuple(b.shape)} and {tuple(a.shape)}, and its "
-            f"adapter_config.json says that they are of rank {config.r}",
+            f"expected matrices of rank {config.r} (adapter_config.json) on {name}, got "
+            f"{tuple(b.shape)} and {tuple(a.shape)}",
             code=Code.FAILED_PRECONDITION,
             field="adapter",
-            remedy="have both files of one adapter in its directory",
+            remedy="put both files of the same adapter into its directory",
         )
     if tuple(weight.shape) != (b.shape[0], a.shape[1]):
         raise CallerError(
-            f"{name} is {tuple(weight.shape)} in the base, and the adapter's matrices are "
-            f"{tuple(b.shape)} and {tuple(a.shape)}",
+            f"the adapter's matrices {tuple(b.shape)} and {tuple(a.shape)} do not fit {name} of "
+            f"shape {tuple(weight.shape)} in the base",
             code=Code.FAILED_PRECONDITION,
             field="base",
             remedy="name the directory of the model that the adapter was trained on",

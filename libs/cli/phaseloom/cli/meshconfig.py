@@ -66,9 +66,9 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_name(self.pool, "mesh.nodes.pool")
         if not self.devices or min(self.devices) < 1:
             raise CallerError(
-                f"{self.name} has devices of {self.devices} bytes",
+                f"expected the bytes of one or more devices of {self.name}, got {self.devices}",
                 field="mesh.nodes.devices",
-                remedy="name the bytes of one device or more, each 1 or more",
+                remedy="list the memory of each device in bytes, each at least 1",
             )
         section = f"mesh.nodes.{self.name}"
         config.check_bounds(self, section, _NODE_BOUNDS)
@@ -76,25 +76,26 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         is_divided = self.cores_per_device > 1
         if self.cores_per_device < 1 or (is_divided and self.device_kind is DeviceKind.CUDA):
             raise CallerError(
-                f"{self.name} has {self.cores_per_device} cores a device",
+                f"cores_per_device of {self.name} must be at least 1, and 1 on GPUs; got "
+                f"{self.cores_per_device}",
                 field="mesh.nodes.cores_per_device",
-                remedy="use 1 or more on emulated devices, and leave it out on GPUs",
+                remedy="use 1 or more on emulated devices, and omit it on GPUs",
             )
         machine.check_devices(self.device_kind, self.devices, section)
         for backend, python in self.interpreters.items():
             if backend not in BACKENDS:
                 raise CallerError(
-                    f"{self.name} has a Python for {backend!r}, which is no backend",
+                    f"{self.name} names an interpreter for {backend!r}, which is not a backend",
                     field="mesh.nodes.interpreters",
                     remedy=f"name one of {', '.join(sorted(BACKENDS))}",
                 )
             file = Path(python).expanduser()
             if not (file.is_file() and os.access(file, os.X_OK)):
                 raise CallerError(
-                    f"{self.name} has no {python} for {backend}",
+                    f"the interpreter of {self.name} for {backend} is not executable: {python}",
                     code=Code.NOT_FOUND,
                     field="mesh.nodes.interpreters",
-                    remedy="name the Python of an environment that has the backend",
+                    remedy="name the Python of an environment that has the backend installed",
                 )
 
 
@@ -198,9 +199,9 @@ class MeshConfig(msgspec.Struct, frozen=True):
                 check_name(name, where)
             if not names or len(set(names)) != len(names):
                 raise CallerError(
-                    f"{names} are not one or more different names",
+                    f"expected one or more different names, got {names}",
                     field=where,
-                    remedy="name at least one, each once",
+                    remedy="give at least one name, and no name twice",
                 )
         for tenant in self.tenants:
             check_tenant(tenant, "mesh.tenants")
@@ -211,9 +212,9 @@ class MeshConfig(msgspec.Struct, frozen=True):
         config.check_bounds(self, "mesh", {**_BOUNDS, **shared})
         if self.gateway_port and self.gateway_port == self.console_port:
             raise CallerError(
-                f"gateway and console cannot both have port {self.gateway_port}",
+                f"gateway and console cannot share port {self.gateway_port}",
                 field="mesh.console_port",
-                remedy="give each a port of its own, or 0 for none",
+                remedy="give each its own port, or 0 to run without it",
             )
         bases_of(self.frozen_bases, "mesh.")
         if self.checkpoint_root:
@@ -223,10 +224,10 @@ class MeshConfig(msgspec.Struct, frozen=True):
             slowdowns.read(Path(self.slowdowns), needed=slowdowns.SUB_STAGES)
         if self.nats_servers not in (1, ENSEMBLE_SIZE):
             raise CallerError(
-                f"{self.nats_servers} NATS servers are neither 1 nor 3",
+                f"nats_servers must be 1 or 3, got {self.nats_servers}",
                 field="mesh.nats_servers",
-                remedy="use 1, or 3 to lose any one of them: with an even number no more may be "
-                "lost than with one less",
+                remedy="use 1, or 3 to survive the loss of any one; an even number survives no "
+                "more losses than one server fewer",
             )
 
     def _check_limits(self) -> None:
@@ -235,7 +236,7 @@ class MeshConfig(msgspec.Struct, frozen=True):
             field = f"mesh.tenant_limits.{tenant}"
             if tenant not in self.tenants:
                 raise CallerError(
-                    f"there is no tenant {tenant!r} to set bounds to",
+                    f"tenant_limits names an unknown tenant {tenant!r}",
                     field=field,
                     remedy=f"name one of {', '.join(self.tenants)}, or add it to `tenants`",
                 )
@@ -244,10 +245,10 @@ class MeshConfig(msgspec.Struct, frozen=True):
                 is_bound = (name == "burst") <= bound < math.inf
                 if name not in _TENANT_BOUNDS or not is_whole or not is_bound:
                     raise CallerError(
-                        f"{name} = {bound} is no bound",
+                        f"{name} = {bound} is not a valid limit",
                         field=f"{field}.{name}",
-                        remedy=f"use {', '.join(_TENANT_BOUNDS)}: whole numbers but for the rate, "
-                        "0 for no bound, and a burst of 1 or more",
+                        remedy=f"use {', '.join(_TENANT_BOUNDS)}: only the rate may be a fraction, "
+                        "0 means no limit, and burst must be at least 1",
                     )
 
     def check_resumes(self, run_dir: Path) -> None:
@@ -265,17 +266,17 @@ class MeshConfig(msgspec.Struct, frozen=True):
         tenants = [tenant for tenant in earlier.tenants if tenant not in self.tenants]
         root, servers = earlier.checkpoint_root, earlier.nats_servers
         for setting, is_kept, what in (
-            ("mesh.nodes", not nodes, f"nodes {', '.join(nodes)}, each in its pool"),
+            ("mesh.nodes", not nodes, f"nodes {', '.join(nodes)} as they were"),
             ("mesh.tenants", not tenants, f"tenants {', '.join(tenants)}"),
             ("mesh.checkpoint_root", root == self.checkpoint_root, f"checkpoints in {root!r}"),
             ("mesh.nats_servers", servers == self.nats_servers, f"{servers} NATS servers"),
         ):
             if not is_kept:
                 raise CallerError(
-                    f"the run in {run_dir} has {what}, and these settings have not",
+                    f"these settings lack {what}, which the run in {run_dir} depends on",
                     code=Code.FAILED_PRECONDITION,
                     field=setting,
-                    remedy=f"give the settings that are in {run_dir / SETTINGS}",
+                    remedy=f"keep this setting as it is in {run_dir / SETTINGS}",
                 )
 
 

@@ -73,7 +73,7 @@ def remove(name: str, *, run: Path | None = None, console: Console | None = None
         As for `phaseloom jobs`.
     """
     uvloop.run(_remove(bus_config(run), check_name(name, "name")))
-    (console or Console()).print(f"{name} is not registered any more", markup=False)
+    (console or Console()).print(f"{name} is no longer registered", markup=False)
 
 
 async def register(bus: Bus, model: RegisteredModel, *, replaces: bool = False) -> None:
@@ -147,8 +147,8 @@ async def _remove(settings: BusConfig, name: str) -> None:
 
 def _taken(name: str) -> CallerError:
     return CallerError(
-        f"the name {name!r} stands for another directory or other files",
+        f"{name!r} is already registered for another directory or other files",
         code=Code.ALREADY_EXISTS,
         field="name",
-        remedy="choose another name, or `phaseloom model remove` this one first",
+        remedy="choose another name, or remove this one first (`phaseloom model remove`)",
     )

@@ -22,10 +22,10 @@ def new_directory(directory: Path) -> Iterator[Path]:
     """
     if directory.exists():
         raise CallerError(
-            f"{directory} exists",
+            f"{directory} already exists",
             code=Code.ALREADY_EXISTS,
             field="directory",
-            remedy="name a directory that is to be made",
+            remedy="name a directory that does not exist yet",
         )
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -34,10 +34,10 @@ def new_directory(directory: Path) -> Iterator[Path]:
         partial.rmdir()
     except OSError as error:
         raise CallerError(
-            f"{directory} cannot be made: {error.strerror}",
+            f"{directory} cannot be created: {error.strerror}",
             code=Code.FAILED_PRECONDITION,
             field="directory",
-            remedy="name one where you may write",
+            remedy="name a directory where you may write",
         ) from None
     try:
         yield partial

@@ -106,9 +106,9 @@ def read_entries(path: Path) -> list[Recorded]:
                 entries.append(_decoder.decode(line))
             except msgspec.DecodeError as error:
                 raise CallerError(
-                    f"{path}:{number} is no recorded event: {error}",
+                    f"{path}:{number} is not a recorded event: {error}",
                     field=str(path),
-                    remedy="use the events.jsonl of a run of this version of phaseloom",
+                    remedy="use the events.jsonl of a run with this version of phaseloom",
                 ) from None
     return entries
 

@@ -65,10 +65,10 @@ def make_replay(title: str, events: Iterable[Recorded], path: Path) -> None:
         last_s = entry.time_unix_s
     if not last_s:
         raise CallerError(
-            f"nothing has happened in {title}",
+            f"{title} has no events to show",
             code=Code.FAILED_PRECONDITION,
             field="run",
-            remedy="name a run in which a job has run",
+            remedy="name a run in which at least one job has run",
         )
     write_replay(Replay(title, view.update(last_s)), path)
 

@@ -47,10 +47,10 @@ def new_run_dir(runs: Path) -> Path:
         _point_at(run_dir)
     except OSError as error:
         raise CallerError(
-            f"no directory of a run can be made in {runs}: {error.strerror}",
+            f"no run directory can be created in {runs}: {error.strerror}",
             code=Code.FAILED_PRECONDITION,
             field="--runs",
-            remedy="name a folder that you may write to, on a disk with room",
+            remedy="name a directory that you may write to, on a disk with free space",
         ) from None
     return run_dir
 
@@ -89,13 +89,13 @@ def held(run_dir: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CallerError(
-                f"the mesh in {run_dir} still runs, or a backup of it is being made",
+                f"{run_dir} is in use by a running mesh or a backup",
                 code=Code.FAILED_PRECONDITION,
                 field="--run",
-                remedy="stop it first",
+                remedy="stop the mesh, or wait until the backup has ended",
             ) from None
         except OSError as error:
-            log.warning("%s cannot be locked: %s", run_dir, error.strerror)
+            log.warning("cannot lock %s against other meshes: %s", run_dir, error.strerror)
         yield
 
 
@@ -113,7 +113,7 @@ def find_run(run: Path | None, runs: Path = RUNS) -> Path:
                 f"there is no run directory {run}",
                 code=Code.NOT_FOUND,
                 field="--run",
-                remedy="name the one that `phaseloom up` or `phaseloom demo` has printed",
+                remedy="name the directory that `phaseloom up` or `phaseloom demo` printed",
             )
         return run
     found = [path for path in runs.glob("*") if (path / "mesh.json").is_file()]
@@ -145,7 +145,7 @@ def bus_config(run: Path | None) -> BusConfig:
             f"{file} cannot be read: {error}",
             code=Code.FAILED_PRECONDITION,
             field="--run",
-            remedy=f"name a run of this machine's, or set {_BUS_URL}, _USER and _PASSWORD",
+            remedy=f"name a run on this machine, or set {_BUS_URL}, _USER and _PASSWORD",
         ) from None
 
 

@@ -106,8 +106,8 @@ def measure_slowdown(
     console.print(f"wrote {out}")
     for kind, (least, most) in disturbed(table):
         console.print(
-            f"{kind} was {least:.2f} to {most:.2f} times as slow on one share: something else runs "
-            "here. Measure again once it has ended."
+            f"{kind} was {least:.2f} to {most:.2f} times slower on the same share: another program "
+            "disturbed the measurement. Measure again once it has ended."
         )
 
 
@@ -119,30 +119,34 @@ def _check(cores: int, rounds: int, seconds: float, config: Path | None, out: Pa
     num_cores = len(os.sched_getaffinity(0))
     if not 2 <= cores <= num_cores:
         raise CallerError(
-            f"a device of {cores} cores cannot be shared on this machine of {num_cores}",
+            f"cores must be within 2 and {num_cores} (this machine's), got {cores}",
             field="cores",
-            remedy="give 2 or more, and no more than the machine has",
+            remedy="name at least 2 cores, and no more than this machine has",
         )
     if rounds < 1:
         raise CallerError(
-            f"{rounds} rounds measure nothing", field="rounds", remedy="give 1 or more"
+            f"rounds must be at least 1, got {rounds}", field="rounds", remedy="use 4, say"
         )
     if not 0 < seconds < math.inf:
         raise CallerError(
-            f"nothing is measured in {seconds} s", field="seconds", remedy="give 0.1 or more"
+            f"seconds must be a finite number above 0, got {seconds}",
+            field="seconds",
+            remedy="use 0.1 or more",
         )
     if config is not None:
         try:
             msgspec.json.decode(config.read_bytes(), type=dict[str, object])
         except (OSError, msgspec.DecodeError) as error:
             raise CallerError(
-                f"{config.name} is no model's configuration: {error}",
+                f"{config} is not a model's config.json: {error}",
                 field="config",
-                remedy="give the config.json of a model's directory",
+                remedy="name the config.json of a model directory",
             ) from None
     if not out.absolute().parent.is_dir():
         raise CallerError(
-            f"there is no directory {out.parent}", field="out", remedy="make it, or name another"
+            f"there is no directory {out.parent}",
+            field="out",
+            remedy="create it, or name a file elsewhere",
         )
 
 
@@ -250,7 +254,7 @@ class _Worker:
         line = self._stdout.readline()
         if not line:
             code = self._process.wait()
-            raise InternalError(f"a measuring process has ended with exit code {code}")
+            raise InternalError(f"a measuring process ended with exit code {code}")
         ran = msgspec.json.decode(line, type=MeasureResult)
         if ran.refused is not None:
             raise to_exception(ran.refused)

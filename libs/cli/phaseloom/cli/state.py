@@ -69,10 +69,10 @@ async def _ask(settings: BusConfig, node: str) -> dict[str, StatusReport | Phase
         nodes = await nodes_up(bus)
         if node and node not in nodes:
             raise CallerError(
-                f"there is no node {node}, or it is down",
+                f"node {node} does not exist or is down",
                 code=Code.NOT_FOUND,
                 field="--node",
-                remedy=f"name one that is up: {', '.join(nodes) or 'none is'}",
+                remedy=f"name a node that is up: {', '.join(nodes) or 'none is'}",
             )
         nodes = [node] if node else nodes
         return dict(
@@ -113,7 +113,10 @@ def _sharing(report: StatusReport) -> list[str]:
     if not report.held_bytes:
         return []
     ratio = report.owned_bytes / report.held_bytes
-    return [f"{_size(report.owned_bytes)} in {_size(report.held_bytes)} ({ratio:.2f} to 1)"]
+    return [
+        f"sharing: {_size(report.owned_bytes)} stored as {_size(report.held_bytes)} "
+        f"({ratio:.2f} to 1)"
+    ]
 
 
 def tables(report: StatusReport) -> list[Table]:

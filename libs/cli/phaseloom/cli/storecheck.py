@@ -58,7 +58,8 @@ class StoreMarks:
                 raise ResourceError(
                     f"{file} is damaged: {error}",
                     code=Code.DATA_LOSS,
-                    remedy="remove it if the store is the right one: the mesh makes it anew",
+                    remedy="if the NATS store is the right one, remove this file: the mesh writes "
+                    "a new one",
                 ) from error
 
     async def check(self, bus: Bus) -> None:
@@ -122,10 +123,10 @@ def _went_back(stream: str, known: int, end: int) -> ResourceError:
     if stream == SCHED:
         return log_end_lost(known, end)
     return ResourceError(
-        f"stream {stream} ends at {end}, and had {known}: the messages since are lost",
+        f"stream {stream} ends at message {end}, but had {known}: the last messages are lost",
         code=Code.DATA_LOSS,
-        remedy="put the right store back, restore a backup (`phaseloom restore`), or go on "
-        "without what is lost (`phaseloom up --resume --accept-loss`)",
+        remedy="put the right store back, restore a backup (`phaseloom restore`), or continue "
+        "without the lost messages (`phaseloom up --resume --accept-loss`)",
         details={"first_lost": end + 1, "last_lost": known},
     )
 
@@ -168,8 +169,8 @@ async def check_store(bus: Bus, known: int = 0) -> LogExtent:
     begins = snapshot.manifest.sequence + 1 if snapshot else 1
     if extent.first > begins:
         raise ResourceError(
-            f"the decision log begins at {extent.first}, and is needed from {begins} on: the "
-            "scheduler's snapshot between them is lost",
+            f"the decision log starts at entry {extent.first}, but entry {begins} is needed: a "
+            "newer snapshot of the scheduler is lost",
             code=Code.DATA_LOSS,
             remedy="put the right store back, or restore a backup (`phaseloom restore`)",
         )

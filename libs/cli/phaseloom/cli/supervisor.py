@@ -179,7 +179,7 @@ class Mesh:
         except ResourceError as error:
             if not self._accepts_loss:
                 raise
-            log.warning("accepted: %s", error)
+            log.warning("continuing in spite of a loss: %s", error)
             await until_done(partial(check_store, bus), "check the store")
             set_aside(self.run_dir)
             await end_sessions(bus)
@@ -214,9 +214,9 @@ class Mesh:
         except TimeoutError:
             missing = ", ".join(sorted(readiness.missing))
             raise ResourceError(
-                f"the mesh is not up after {timeout_s:.0f} s: no {missing}",
+                f"the mesh is not up after {timeout_s:.0f} s: no answer from {missing}",
                 code=Code.DEADLINE_EXCEEDED,
-                remedy=f"see {self.run_dir / 'logs'}",
+                remedy=f"see the logs in {self.run_dir / 'logs'}",
             ) from None
 
     def pids(self, service: str = "") -> list[int]:
@@ -280,7 +280,7 @@ class Mesh:
             ended = Ended(await server.wait(), time.monotonic() - started_s)
             await server.stop()
             failures = 1 if ended.after_s >= STABLE_AFTER_S else failures + 1
-            log.warning("%s ended: %s; starts again", name, ended)
+            log.warning("%s ended: %s; restarting it", name, ended)
             while True:
                 await asyncio.sleep(pause_s(failures))
                 try:
@@ -307,15 +307,16 @@ class Mesh:
             if not is_full and free < _FULL_BYTES:
                 is_full = True
                 full = ResourceError(
-                    f"the disk of {name}'s store is full: {free} bytes are left",
+                    f"the disk with the store of {name} is full: {free} bytes are free",
                     code=Code.RESOURCE_EXHAUSTED,
-                    remedy=f"make room for {server.store}; {name} goes on by itself then",
+                    remedy=f"free space on the disk of {server.store}; {name} then resumes by "
+                    "itself",
                 )
                 log.error("%s", full)
                 await self._notice("disk_full", str(full), name)
             elif is_full and free >= _ROOM_BYTES:
                 is_full = False
-                log.warning("%s has room again, and is restarted", name)
+                log.warning("the disk of %s has space again; restarting it", name)
                 if server.is_running:
                     os.kill(server.pid, signal.SIGTERM)
 
@@ -341,14 +342,14 @@ class Mesh:
                 # Its ranks have ended with it: the next one need not wait for its lease.
                 await delete_dead_lease(self._bus, node_lease_key(self._agents[name]))
             except (NatsError, NatsTimeoutError) as error:
-                log.warning("the lease of %s is left to run out: %r", name, error)
+                log.warning("the lease of %s stays until it expires: %r", name, error)
 
     async def _notice(self, what: str, why: str, about: str) -> None:
         assert self._bus is not None
         try:
             await self._bus.notice("supervisor", what, why, about)
         except (NatsError, NatsTimeoutError) as error:  # the server is what the notice is about
-            log.warning("no event for that: %r", error)
+            log.warning("the notice could not be published: %r", error)
 
     def _write_state(self) -> None:
         pids = {c.spec.name: c.process.pid for c in self._children if c.process}
@@ -368,7 +369,7 @@ class Mesh:
         try:
             replace_file(self.run_dir / "mesh.json", content, 0o644)
         except OSError as error:  # the disk is full: what runs goes on
-            log.warning("mesh.json of %s is not up to date: %s", self.run_dir, error.strerror)
+            log.warning("mesh.json of %s could not be updated: %s", self.run_dir, error.strerror)
 
 
 def socket_directory(run_dir: Path, nodes: Iterable[str]) -> Path:

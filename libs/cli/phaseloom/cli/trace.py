@@ -47,10 +47,10 @@ def trace(operation: str, /, *, run: Path | None = None, console: Console | None
     rows = waterfall(read_spans(directory), operation)
     if not rows:
         raise CallerError(
-            f"no span of {operation} is in {directory}",
+            f"{directory} has no spans of {operation}",
             code=Code.NOT_FOUND,
             field="OP",
-            remedy="check the key; spans come half a second late, and of sampled traces only",
+            remedy="check the key; spans appear after half a second, and only for sampled traces",
         )
     console = console or Console()
     console.print(render(operation, rows, console.width), soft_wrap=True)

@@ -86,9 +86,9 @@ def up(
     )
     if run and not resume:
         raise CallerError(
-            f"--run {run} names a run to go on with, and a new one would begin",
+            f"--run {run} needs --resume: without it a new run would start",
             field="--run",
-            remedy="add --resume, or leave --run out",
+            remedy="add --resume, or omit --run",
         )
     earlier = run_to_resume(run, runs) if resume else None
     settings = given_settings(mesh_file, earlier, gateway)
@@ -153,7 +153,7 @@ async def _announce(mesh: Mesh) -> None:
 def greeting(mesh: Mesh) -> str:
     """The text that tells how a controller connects, with lines to paste into a shell."""
     blocks = [
-        f"connect a controller of {tenant} with\n"
+        f"to connect a controller of tenant {tenant}:\n"
         f"export PHASELOOM_URL={mesh.url}\n"
         f"export PHASELOOM_TENANT={tenant}\n"
         f"export PHASELOOM_PASSWORD={password}"
@@ -189,7 +189,7 @@ def _gateway(mesh: Mesh) -> list[str]:
         for tenant, password in mesh.credentials.tenants.items()
     ]
     return [
-        "or the Tinker SDK, or an OpenAI client, with",
+        "to connect the Tinker SDK or an OpenAI client:",
         f"export TINKER_BASE_URL=http://127.0.0.1:{port} OPENAI_BASE_URL=http://127.0.0.1:{port}/v1",
         *keys,
     ]
@@ -199,8 +199,8 @@ def _console(mesh: Mesh) -> list[str]:
     if not mesh.config.console_port:
         return []
     return [
-        f"watch it at {mesh.console_url()}",
-        *(f"  what is {tenant}'s: {mesh.console_url(tenant)}" for tenant in mesh.config.tenants),
+        f"console: {mesh.console_url()}",
+        *(f"  for tenant {tenant}: {mesh.console_url(tenant)}" for tenant in mesh.config.tenants),
     ]
 
 
@@ -234,10 +234,10 @@ def _check_ports(settings: MeshConfig) -> None:
                 create_server(("127.0.0.1", port)).close()
         except OSError as error:
             raise CallerError(
-                f"port {port} cannot be taken: {error.strerror}",
+                f"port {port} cannot be used: {error.strerror}",
                 code=Code.FAILED_PRECONDITION,
                 field=field,
-                remedy="choose another port, or end the program that has this one",
+                remedy="choose another port, or end the program that uses this one",
             ) from None
 
 
@@ -246,8 +246,8 @@ def _lacking() -> list[str]:
     if not lacking:
         return []
     return [
-        f"no model runs here, unless a node names an interpreter that has {', '.join(lacking)}: "
-        "pip install 'phaseloom[worker]'"
+        f"models cannot run: {', '.join(lacking)} are not installed. Run pip install "
+        "'phaseloom[worker]', or name interpreters that have them in the mesh file"
     ]
 
 
