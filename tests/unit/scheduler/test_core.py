@@ -665,7 +665,7 @@ def test_explain_tells_of_a_wpg_that_waits_to_be_rebuilt() -> None:
     step = Step(state, state.sequence, world.now_s)
     (line,) = explain.explain(step, policy, policy.queue.operations[1]).waits_for
     assert "died 2 times" in line
-    assert "are started again in" in line
+    assert "restart in" in line
     world.run()
     assert world.done == {"t.a.policy.1": Outcome.COMPLETED}
 

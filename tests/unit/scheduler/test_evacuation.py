@@ -337,7 +337,7 @@ def test_copy_that_nobody_can_take_is_told_and_made_once_somebody_can() -> None:
     world = world_of("t1", durability=Durability.REMOTE)
     status(world, "r0")
     (why,) = status(world, "t1").waits_for
-    assert "no other node that could take one" in why
+    assert "no other node can take a copy" in why
     world.node_names["t2"] = "train"
     world.feed(node_up("t2", "train"))
     world.run()

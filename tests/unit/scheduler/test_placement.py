@@ -152,7 +152,7 @@ def test_job_that_may_not_wait_is_refused_with_the_numbers_that_others_wait_with
         Code.RESOURCE_EXHAUSTED,
         "spec.may_wait",
     )
-    assert "it may not wait" in refused.error.message
+    assert "may_wait is false" in refused.error.message
     finish(world, "a")
     assert nodes(world, "b") == {"r0", "t0"}
 

@@ -97,7 +97,7 @@ def test_wrong_upgrade_is_our_error() -> None:
         tree["nodes"] = 7
 
     payload = snapshot(running(), OLDER, unchanged)
-    with pytest.raises(InternalError, match="does not become one"):
+    with pytest.raises(InternalError, match="gives an invalid state"):
         Core.restore(payload, led_since=0, upgrades={OLDER: spoil})
 
 
