@@ -56,13 +56,14 @@ GANG_TIMEOUT = 2.0
 LEAST_GANG_TIMEOUT_S = 1.0
 NEVER_S = float("inf")
 ABSENCE_TIMEOUT = 2.0
-"""Quanta for which a job without a known period is waited for after its last operation."""
+"""For a job without a known period: how many quanta after its last operation others wait for it."""
 Option = tuple[Deployment, Op]
 _AT_WORK = frozenset({JobState.PLACED, JobState.PROFILING, JobState.ACTIVE})
 MAX_GRACES = 2.0
-"""Multiple of the idle grace. A longer usual gap is not waited for at all."""
+"""If the holder's usual gap between operations is longer than this many idle graces, the device is
+not kept for it."""
 OVERDUE = 1.5
-"""Multiple of the usual gap. An operation that has not come by then is no longer waited for."""
+"""A device is kept for at most this many times the holder's usual gap between operations."""
 
 
 class Contenders(NamedTuple):
@@ -322,10 +323,11 @@ def _members(step: Step, slot: Slot, options: Sequence[Option], may_wait: bool) 
 def _awaited_until_s(
     step: Step, name: str, by_job: dict[str, list[Deployment]], since_s: float
 ) -> float:
-    """Until when to wait for a job with nothing ready on a device; a past time means not at all.
+    """Until when a device waits for a job that has nothing ready there; a past time means not at
+    all.
 
-    A job that is busy on other devices is waited for during one round at most. Otherwise two
-    devices with different orders could wait for each other.
+    For a job that is busy on other devices it waits one round at most. Otherwise two devices with
+    different orders could wait for each other.
 
     Args: by_job: the deployments of each job of the device. since_s: when the wait began.
     """

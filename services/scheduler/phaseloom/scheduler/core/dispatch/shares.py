@@ -87,7 +87,8 @@ from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import OpState, WpgState
 
 MIN_PATIENCE_S = 1.0
-"""How long a deployment that does not fit may be overtaken, if there is no quantum."""
+"""If there is no quantum: how long others may overtake a deployment that does not fit next to the
+running ones."""
 MAX_PREDICTED = 8
 """How many of a job's next operations are predicted."""
 MIN_REMAINING = 0.1

@@ -50,7 +50,7 @@ NEVER_S = float("inf")
 
 
 def expect(step: Step, deployment: Deployment, kind: str) -> None:
-    """Predict, when an operation has ended, when its job will need these devices again."""
+    """Predict when a job will need these devices again, after one of its operations has ended."""
     last = f"{deployment.key.deployment}.{kind}"
     estimate = estimates.after(step.state, deployment.job_name, last)
     for slot in devices.slots_of(step, deployment):
