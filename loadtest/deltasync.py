@@ -341,7 +341,7 @@ async def _join(agent: AgentStateClient, directory: Path, key: DeploymentKey) ->
 
 
 async def _publish(policy: RankStateClient, key: VersionKey, training: _Training) -> str:
-    memory = await policy.versions.begin(key, list(training.backend.version_slots))
+    memory = await policy.versions.reserve(key, list(training.backend.version_slots))
     assert isinstance(memory, memoryview)
     memory[:] = training.weights
     digest = await asyncio.to_thread(digest_of, memory)

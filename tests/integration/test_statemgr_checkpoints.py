@@ -30,9 +30,9 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.transport.bus import Bus
 from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES
 from phaseloom.worker.backends import backend_factory
-from phaseloom.worker.rank.calls import Call
+from phaseloom.worker.rank.calls import DeviceCall
 from phaseloom.worker.rank.executor import Executor
-from phaseloom.worker.rank.group import GroupLost, Ranks
+from phaseloom.worker.rank.group import GroupLost, WpgRanks
 from phaseloom.worker.rank.outcomes import Outcomes
 from phaseloom.worker.rank.stateops import StateOperations
 from phaseloom.worker.rank.wire import Payload, RankConfig
@@ -212,7 +212,7 @@ async def test_save_whose_snapshot_is_gone_is_left_to_the_next_incarnation(
                 bus,
                 rank.client,
                 Executor(settings, backend, applied=rank.seq),
-                Ranks(thread, agent),
+                WpgRanks(thread, agent),
                 Outcomes(settings, bus),
             )
             args = SaveState("c")
@@ -221,7 +221,7 @@ async def test_save_whose_snapshot_is_gone_is_left_to_the_next_incarnation(
             permit = Permit(
                 CommandId(1, 0), NodeId("node"), 1, key, "op", "save_state", 1, 1, rank.seq
             )
-            call = Call(permit, operation, Payload(key, b"", JSON), "")
+            call = DeviceCall(permit, operation, Payload(key, b"", JSON), "")
             with pytest.raises(GroupLost):
                 await state.save(
                     call, args, lambda: rank.client.take_snapshot("other", "other", rank.seq)

@@ -210,7 +210,7 @@ async def test_version_is_made_when_the_daemon_dies_while_it_is_written(short_di
         policy, sampler = await start(d, POLICY), await start(d, SAMPLER)
         await d.agent.switch_in(POLICY, 1, 1, [])
         content = policy.run(1)
-        buffer = await policy.client.versions.begin(VERSION, policy.slots)
+        buffer = await policy.client.versions.reserve(VERSION, policy.slots)
         assert isinstance(buffer, memoryview)
         buffer[:] = policy.heap.buffer
         await d.kill()

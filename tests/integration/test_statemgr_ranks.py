@@ -162,7 +162,7 @@ async def test_versions_are_made_by_rank_0_and_read_by_every_rank(short_dir: Pat
         ranks = await start_ranks(d, POLICY, [MiB, MiB])
         readers = await start_ranks(d, SAMPLER, [MiB, MiB])
         key = VersionKey(POLICY, 2)
-        buffer = await ranks[0].client.versions.begin(key, ranks[0].slots)
+        buffer = await ranks[0].client.versions.reserve(key, ranks[0].slots)
         assert isinstance(buffer, memoryview)
         buffer[:] = bytes([7]) * MiB
         made = await ranks[0].client.versions.commit(key, buffer, digest_in_threads(buffer))
@@ -172,7 +172,7 @@ async def test_versions_are_made_by_rank_0_and_read_by_every_rank(short_dir: Pat
             with pytest.raises(CallerError, match="of another model"):
                 await open_version(rank.client, key, [], [])
         with pytest.raises(CallerError, match="not the first here") as caught:
-            await ranks[1].client.versions.begin(VersionKey(POLICY, 3), ranks[1].slots)
+            await ranks[1].client.versions.reserve(VersionKey(POLICY, 3), ranks[1].slots)
         assert caught.value.info.code is Code.PERMISSION_DENIED
 
 
@@ -243,9 +243,11 @@ async def test_memory_for_a_trainers_own_weights_is_of_the_budget_until_nobody_r
         own = first.run(7)
         others = memoryview(bytearray([5]) * MiB)
         tracemalloc.start()
-        borrowed = await first.client.loans.for_own(MiB, 7)
-        assert await first.client.loans.for_own(MiB, 7) is borrowed
-        with first.client.versions.lent([(others, [StridedRanges(0, 0, MiB)])], borrowed):
+        borrowed = await first.client.loans.borrow_to_save(MiB, 7)
+        assert await first.client.loans.borrow_to_save(MiB, 7) is borrowed
+        with first.client.versions.temporarily_loaded(
+            [(others, [StridedRanges(0, 0, MiB)])], borrowed
+        ):
             assert first.heap.buffer == others
             _, peak_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
@@ -254,7 +256,7 @@ async def test_memory_for_a_trainers_own_weights_is_of_the_budget_until_nobody_r
         assert (await d.agent.status()).host_used_bytes == 3 * MiB
         assert first.digest() == own
         with pytest.raises(ResourceError, match="a copy of the own weights for acme") as caught:
-            await second.client.loans.for_own(MiB, 0)
+            await second.client.loans.borrow_to_save(MiB, 0)
         assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
         assert caught.value.info.remedy
         told = caught.value.info.details
@@ -263,11 +265,11 @@ async def test_memory_for_a_trainers_own_weights_is_of_the_budget_until_nobody_r
 
         # At another seq it would hold what is not the rank's own any more.
         first.run(8)
-        with pytest.raises(AssertionError), first.client.versions.lent([], borrowed):
+        with pytest.raises(AssertionError), first.client.versions.temporarily_loaded([], borrowed):
             pass
         del borrowed
         await lent_bytes(d, POLICY, 0)
-        again = await second.client.loans.for_own(MiB, 0)
+        again = await second.client.loans.borrow_to_save(MiB, 0)
         assert not again.is_filled
         await d.agent.drop_wpg(OTHER, 1, forget=True)
         assert (await d.agent.status()).host_used_bytes == MiB, "it went with its rank"
@@ -284,13 +286,15 @@ async def test_frozen_rank_borrows_its_host_copy_where_that_has_its_weights(
         for key in (SAMPLER, TWIN):
             await d.agent.switch_in(key, 1, 1, [])
         own = rank.digest()
-        theirs = await twin.client.loans.for_own(MiB, 0)
+        theirs = await twin.client.loans.borrow_to_save(MiB, 0)
         assert theirs.is_filled
         others = memoryview(bytearray([5]) * MiB)
-        borrowed = await rank.client.loans.for_own(MiB, 0)
+        borrowed = await rank.client.loans.borrow_to_save(MiB, 0)
         assert borrowed.is_filled
         assert (await d.agent.status()).host_used_bytes == MiB
-        with rank.client.versions.lent([(others, [StridedRanges(0, 0, MiB)])], borrowed):
+        with rank.client.versions.temporarily_loaded(
+            [(others, [StridedRanges(0, 0, MiB)])], borrowed
+        ):
             assert rank.heap.buffer == others
         assert rank.digest() == own
 
@@ -304,7 +308,7 @@ async def test_frozen_rank_borrows_its_host_copy_where_that_has_its_weights(
         await held_bytes(d, MiB)
         await d.agent.switch_in(SAMPLER, 1, 2, [])
         rank.run(5)  # its host copy is older: it needs memory of its own
-        assert not (await rank.client.loans.for_own(MiB, 5)).is_filled
+        assert not (await rank.client.loans.borrow_to_save(MiB, 5)).is_filled
 
 
 async def test_loans_are_known_to_the_next_daemon_and_end_with_their_rank(
@@ -316,9 +320,9 @@ async def test_loans_are_known_to_the_next_daemon_and_end_with_their_rank(
         for key in (POLICY, SAMPLER):
             await d.agent.switch_in(key, 1, 1, [])
         borrowed = [
-            await trainer.client.loans.for_own(MiB, 0),
+            await trainer.client.loans.borrow_to_save(MiB, 0),
             await trainer.client.loans.borrow(MiB, "the weights of a checkpoint"),
-            await sampler.client.loans.for_own(MiB, 0),
+            await sampler.client.loans.borrow_to_save(MiB, 0),
         ]
         assert (await d.agent.status()).host_used_bytes == 4 * MiB
         await d.relaunch()

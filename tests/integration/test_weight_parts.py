@@ -221,7 +221,7 @@ async def test_a_source_is_killed_in_the_middle_and_goes_on(short_dir: Path) -> 
         await train.launch()
         slow.source = await train.endpoint()
         slow.release()
-        await reader.weights.take(await fetching)
+        await reader.weights.apply(await fetching)
         assert reader.backend.holds(ONE)
 
 

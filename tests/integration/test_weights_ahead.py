@@ -17,7 +17,7 @@ from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_agent import FetchState, StatusReport
 from phaseloom.common.contract.state_layout import PartSources, Slice
-from phaseloom.worker.state.versions import Opened
+from phaseloom.worker.state.versions import OpenedVersion
 from tests.support.meshcerts import ticket
 from tests.support.readversions import load_version
 from tests.support.slowlink import Link, link
@@ -51,7 +51,7 @@ class Nodes:
     policy: Rank
     sampler: Rank
 
-    def open(self, *, is_ahead: bool = True) -> Coroutine[Any, Any, Opened]:
+    def open(self, *, is_ahead: bool = True) -> Coroutine[Any, Any, OpenedVersion]:
         versions, source = self.sampler.client.versions, self.link.endpoint
         return versions.open(KEY, [source], ticket(KEY), is_ahead=is_ahead)
 
@@ -61,7 +61,7 @@ class Nodes:
         await load_version(sampler.client, KEY, source, sampler.slots, ticket(KEY))
         assert sampler.digest() == self.policy.digest()
 
-    async def half_fetched(self) -> asyncio.Task[Opened]:
+    async def half_fetched(self) -> asyncio.Task[OpenedVersion]:
         """A fetch ahead that gets no further until the link is released."""
         self.link.hold_after_bytes = SIZE // 2
         opening = await sent(self.open())

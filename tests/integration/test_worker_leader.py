@@ -88,7 +88,7 @@ async def test_ends_that_come_together_share_an_entry_of_the_log(bus: Bus) -> No
         permits = [permit(await put(bus, f"r{i}", sample(1)), sample(1)) for i in range(3)]
         keys = [one.operation for one in permits]
         outcomes.unended.update(keys)
-        await asyncio.gather(*(outcomes.finished(one, done, Context()) for one in permits))
+        await asyncio.gather(*(outcomes.log_end(one, done, Context()) for one in permits))
     assert await bus.log.end() == 1
     async with aclosing(bus.log.read_entries()) as entries:
         entry = await anext(entries)

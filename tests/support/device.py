@@ -28,10 +28,10 @@ from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.framing import Peer
 from phaseloom.worker.backends.base import Watch
 from phaseloom.worker.backends.sampler.backend import SamplerBackend
-from phaseloom.worker.rank.calls import Call
+from phaseloom.worker.rank.calls import DeviceCall
 from phaseloom.worker.rank.devicequeue import DeviceQueue
 from phaseloom.worker.rank.executor import Executor
-from phaseloom.worker.rank.group import Ranks
+from phaseloom.worker.rank.group import WpgRanks
 from phaseloom.worker.rank.wire import Payload, RankConfig, RankMessage
 from phaseloom.worker.state.heap import Heap
 from tests.unit.worker.backends.models import spec
@@ -66,7 +66,7 @@ class Recording(SamplerBackend):
 
 
 class Device:
-    def __init__(self, executor: Executor, ranks: Ranks, batching: Batching, heap: Heap) -> None:
+    def __init__(self, executor: Executor, ranks: WpgRanks, batching: Batching, heap: Heap) -> None:
         self.executor = executor
         self.heap = heap
         self.ranks = ranks
@@ -96,10 +96,10 @@ class Device:
         self.queue.cancel(key, keeps_partial=keeps_partial)
 
 
-def call(slot: str, args: Args, num_bytes: int = 100) -> Call:
+def call(slot: str, args: Args, num_bytes: int = 100) -> DeviceCall:
     operation = OperationKey(KEY.tenant, KEY.job, KEY.deployment, slot)
     payload = Payload(operation, bytes(num_bytes), MSGPACK)
-    return Call(permit(operation, args), Operation(slot, 1, args), payload, "")
+    return DeviceCall(permit(operation, args), Operation(slot, 1, args), payload, "")
 
 
 def permit(operation: OperationKey, args: Args) -> Permit:
@@ -126,7 +126,7 @@ async def device(batching: Batching) -> AsyncIterator[Device]:
     settings = RankConfig("token", KEY, 1, deployment, "n0", 0, "", "")
     executor = Executor(settings, backend)
     mine, others = socket.socketpair()
-    ranks = Ranks(thread, Peer[RankMessage](mine, RankMessage))
+    ranks = WpgRanks(thread, Peer[RankMessage](mine, RankMessage))
     running = Device(executor, ranks, batching, heap)
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(running.queue.serve())

@@ -19,7 +19,13 @@ from phaseloom.common.tensors.versionparts import part_name
 from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.layout import Shard, lay_out, plan
 from phaseloom.worker.backends.megatron.slices import Place, Sizes, parameters
-from phaseloom.worker.core.reading import Reader, Runs, from_part, from_slices, needs
+from phaseloom.worker.core.reading import (
+    Reader,
+    Runs,
+    plan_node_fetches,
+    runs_from_part,
+    runs_from_slices,
+)
 from phaseloom.worker.state.layouts import packed
 from tests.support.sharded import Array, inside
 
@@ -152,7 +158,7 @@ class Version:
 
         Raises: AssertionError: a byte of the heap comes twice.
         """
-        needed = needs(self.manifest, reader)
+        needed = plan_node_fetches(self.manifest, reader)
         came = bytearray(max((s.offset + s.num_bytes for s in needed.slices), default=0))
         for each, fetch in zip(needed.slices, needed.fetches, strict=True):
             (slot,) = [s for s in self.tables[fetch.part] if s.name == each.name]
@@ -167,9 +173,9 @@ class Version:
             self.tables, self.memories, self.manifest.parts, strict=True
         ):
             if part.part in needed.whole_parts:
-                runs = from_part(table, needed.whole_parts[part.part], reader)
+                runs = runs_from_part(table, needed.whole_parts[part.part], reader)
                 copy(runs, memory, heap, written)
-        copy(from_slices(needed.slices, needed.fetches, reader), came, heap, written)
+        copy(runs_from_slices(needed.slices, needed.fetches, reader), came, heap, written)
         return heap
 
 

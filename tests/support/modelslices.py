@@ -102,7 +102,7 @@ async def write(client: RankStateClient, key: VersionKey, content: dict[str, Arr
             for dtype in [_dtype_of(name)]
         ]
     )
-    memory = await client.versions.begin(key, slots)
+    memory = await client.versions.reserve(key, slots)
     assert isinstance(memory, memoryview)
     for slot, each in zip(slots, content.values(), strict=True):
         memory[slot.offset : slot.offset + slot.num_bytes] = np.ascontiguousarray(each).tobytes()

@@ -106,7 +106,7 @@ class PartRank:
         Args: permitted: the permit's id, which ranks of one deployment share; None: a new one.
         """
         brought = await self.bring(version, *sources, permitted=permitted)
-        await self.weights.take(brought)
+        await self.weights.apply(brought)
         return brought.digest
 
 

@@ -8,7 +8,7 @@ from phaseloom.common.contract.commands import Ticket
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.worker.state.client import RankStateClient
-from phaseloom.worker.state.layouts import Layouts
+from phaseloom.worker.state.layouts import LayoutCache
 
 
 async def open_version(
@@ -23,7 +23,7 @@ async def open_version(
     Raises: as `RankVersions.open`; CallerError: it is of another model.
     """
     opened = await client.versions.open(key, sources, ticket)
-    Layouts().paired(opened.table, slots)
+    LayoutCache().paired(opened.table, slots)
     return opened.memory, opened.described.digest
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.resharding import holding_of, plan_fetches, tensors_of
 from phaseloom.worker.backends.base import Backend
-from phaseloom.worker.core.reading import Reader, fetches_of_whole, from_part
+from phaseloom.worker.core.reading import Reader, fetches_of_full_version, runs_from_part
 from phaseloom.worker.state.copying import clear, copy_rows, gather
 from phaseloom.worker.state.heap import Heap, align
 from phaseloom.worker.state.layouts import packed
@@ -38,7 +38,7 @@ def assembled(
     reader = Reader([wanted], 0, [0], model, whole)
     version = bytearray(align(whole[-1].offset + whole[-1].num_bytes))
     for fetch in plan_fetches(model, [holding_of(table) for table in tables], {0: wanted}):
-        runs = from_part(tables[fetch.part], [fetch], reader)
+        runs = runs_from_part(tables[fetch.part], [fetch], reader)
         copy_rows(memoryview(bytearray(parts[fetch.part])), memoryview(version), runs)
     return bytes(version)
 
@@ -48,7 +48,7 @@ def take(backend: Backend, heap: Heap, rank: int, version: bytes) -> None:
     whole = backend.version_slots
     own = weights_of(backend.slots)
     reader = Reader(backend.holdings, rank, [rank], tensors_of(whole), own)
-    runs = from_part(whole, fetches_of_whole(reader), reader)
+    runs = runs_from_part(whole, fetches_of_full_version(reader), reader)
     copy_rows(memoryview(bytearray(version)), heap.buffer, runs)
     clear(heap.buffer[max(slot.offset + slot.num_bytes for slot in own) :])
     backend.weights_changed()

@@ -62,67 +62,69 @@ PREFILLED, SCORED, TRAINED = 64, 64, 64
 """Prompts or samples in one call."""
 
 
-class Work:
+class MeasuredCalls:
     """The calls of each kind of work, on backends in this process."""
 
     def __init__(self, model: ModelSpec, num_units: int) -> None:
-        self._sampler = _built(DeploymentSpec("sampler", "", "sampler", model), num_units)
+        self._sampler = _build_backend(DeploymentSpec("sampler", "", "sampler", model), num_units)
         policy = DeploymentSpec("policy", "", "fsdp", model, trainable=True)
-        self._policy = _built(policy, num_units)
+        self._policy = _build_backend(policy, num_units)
         self._backend = self._sampler
         self._vocab_size = _config_of(model).vocab_size
         self._share = ComputeShare(0, num_units, self._use)
         self._number = 0
-        drawn = random.Random(0)
+        rng = random.Random(0)
         self._calls: dict[str, tuple[Any, Callable[[], object]]] = {
             "decode_small": (self._sampler, self._decode(SMALL_ROWS)),
             "decode_large": (self._sampler, self._decode(LARGE_ROWS)),
-            "prefill": (self._sampler, self._prefill(drawn)),
-            "reference": (self._sampler, self._score(drawn)),
-            "train": (self._policy, self._train(drawn)),
+            "prefill": (self._sampler, self._prefill(rng)),
+            "reference": (self._sampler, self._score(rng)),
+            "train": (self._policy, self._train(rng)),
         }
 
-    def run(self, asked: MeasureRequest) -> MeasureResult:
+    def run(self, request: MeasureRequest) -> MeasureResult:
         """Repeat the call on the units until the end time. Average the calls within the measured
         interval."""
-        self._backend, call = self._calls[asked.kind]
+        self._backend, call = self._calls[request.kind]
         self._number += 1
-        self._share.ask(asked.units, CommandId(self._number, 0))
-        self._share.take()
-        self._backend.use_threads(len(asked.units))
-        took: list[float] = []
+        self._share.request(request.units, CommandId(self._number, 0))
+        self._share.apply_request()
+        self._backend.use_threads(len(request.units))
+        durations_s: list[float] = []
         last_s = 0.0
-        while (begin_s := time.time()) < asked.until_s:
+        while (begin_s := time.time()) < request.until_s:
             call()
             end_s = time.time()
             last_s = end_s - begin_s
-            if begin_s >= asked.from_s and end_s <= asked.until_s:
-                took.append(last_s)
-        return MeasureResult(sum(took) / len(took) if took else last_s, len(took))
+            if begin_s >= request.from_s and end_s <= request.until_s:
+                durations_s.append(last_s)
+        return MeasureResult(
+            sum(durations_s) / len(durations_s) if durations_s else last_s, len(durations_s)
+        )
 
     def _use(self, count: int) -> None:
         self._backend.use_threads(count)
 
-    def _tokens(self, drawn: random.Random, count: int) -> list[int]:
-        return [drawn.randrange(self._vocab_size) for _ in range(count)]
+    def _tokens(self, rng: random.Random, count: int) -> list[int]:
+        return [rng.randrange(self._vocab_size) for _ in range(count)]
 
     def _decode(self, rows: int) -> Callable[[], object]:
         """Decode from prompts of one token, so that prefill is negligible."""
-        asked = SamplingParams(DECODED_TOKENS, ignore_eos=True)
-        args = Generate([Prompt([1], seed=1)], asked, num_samples=rows)
+        request = SamplingParams(DECODED_TOKENS, ignore_eos=True)
+        args = Generate([Prompt([1], seed=1)], request, num_samples=rows)
         return lambda: self._sampler.generate([args], Unwatched())
 
-    def _prefill(self, drawn: random.Random) -> Callable[[], object]:
-        prompts = [Prompt(self._tokens(drawn, PROMPT_TOKENS), seed=i) for i in range(PREFILLED)]
+    def _prefill(self, rng: random.Random) -> Callable[[], object]:
+        prompts = [Prompt(self._tokens(rng, PROMPT_TOKENS), seed=i) for i in range(PREFILLED)]
         args = Generate(prompts, SamplingParams(1, ignore_eos=True))
         return lambda: self._sampler.generate([args], Unwatched())
 
-    def _score(self, drawn: random.Random) -> Callable[[], object]:
-        args = Forward(self._data(drawn, SCORED))
+    def _score(self, rng: random.Random) -> Callable[[], object]:
+        args = Forward(self._data(rng, SCORED))
         return lambda: self._sampler.forward(args)
 
-    def _train(self, drawn: random.Random) -> Callable[[], object]:
-        batch = ForwardBackward(self._data(drawn, TRAINED), Loss.PPO)
+    def _train(self, rng: random.Random) -> Callable[[], object]:
+        batch = ForwardBackward(self._data(rng, TRAINED), Loss.PPO)
         step = OptimStep(AdamParams(1e-6, grad_clip_norm=1.0))
 
         def call() -> None:
@@ -131,13 +133,13 @@ class Work:
 
         return call
 
-    def _data(self, drawn: random.Random, count: int) -> list[Datum]:
+    def _data(self, rng: random.Random, count: int) -> list[Datum]:
         """Samples with distinct prompts, and advantages on the answers."""
         data = []
         for _ in range(count):
-            tokens = self._tokens(drawn, PROMPT_TOKENS + ANSWER_TOKENS)
+            tokens = self._tokens(rng, PROMPT_TOKENS + ANSWER_TOKENS)
             skip = PROMPT_TOKENS - 1
-            gains = [drawn.uniform(-1, 1) / count for _ in range(ANSWER_TOKENS)]
+            gains = [rng.uniform(-1, 1) / count for _ in range(ANSWER_TOKENS)]
             data.append(
                 Datum(
                     tokens[:-1],
@@ -149,7 +151,7 @@ class Work:
         return data
 
 
-def _built(spec: DeploymentSpec, num_units: int) -> Any:
+def _build_backend(spec: DeploymentSpec, num_units: int) -> Any:
     group = RankGroup(num_units=num_units)
     factory = backend_factory(spec.backend)
     memory = factory.plan(spec, group)
@@ -172,28 +174,28 @@ def main() -> None:
     try:
         work = work_of(ModelSpec(model, init_seed=1), arguments.units)
     except CallerError as error:
-        _answer(MeasureResult(refused=of_file(error.info)))
+        _print_result(MeasureResult(refused=of_file(error.info)))
         return
-    _answer(MeasureResult())
+    _print_result(MeasureResult())
     for line in sys.stdin:
-        _answer(work.run(msgspec.json.decode(line, type=MeasureRequest)))
+        _print_result(work.run(msgspec.json.decode(line, type=MeasureRequest)))
 
 
-def work_of(model: ModelSpec, num_units: int) -> Work:
+def work_of(model: ModelSpec, num_units: int) -> MeasuredCalls:
     """Prepare the calls on a model. Raises: CallerError: the model cannot be built or is too
     small."""
     config = _config_of(model)
     needed = {"vocab_size": 2, "max_position_embeddings": PROMPT_TOKENS + ANSWER_TOKENS}
-    for name, least in needed.items():
-        given = getattr(config, name, least)
-        if given < least:
+    for name, minimum in needed.items():
+        value = getattr(config, name, minimum)
+        if value < minimum:
             raise CallerError(
-                f"{name} is {given}",
+                f"{name} is {value}",
                 field=f"model.config.{name}",
-                remedy=f"measure a model with {least} or more",
+                remedy=f"measure a model with {minimum} or more",
             )
     try:
-        return Work(model, num_units)
+        return MeasuredCalls(model, num_units)
     # a size of zero or less, or more than fits in memory
     except (RuntimeError, ArithmeticError) as error:
         raise CallerError(
@@ -215,7 +217,7 @@ def _config_of(model: ModelSpec) -> Any:
     return model_config(model)
 
 
-def _answer(ran: MeasureResult) -> None:
+def _print_result(ran: MeasureResult) -> None:
     print(msgspec.json.encode(ran).decode(), flush=True)
 
 

@@ -19,7 +19,7 @@ from phaseloom.common.contract.operations import (
     SamplingParams,
 )
 from phaseloom.common.contract.specs import ModelSpec
-from phaseloom.worker.rank.tails import rest_of
+from phaseloom.worker.rank.tails import remainder_of
 from tests.support.looker import Looker
 from tests.support.saved import load, save
 from tests.unit.worker.backends.models import batch, generate, running, spec, watched
@@ -64,7 +64,7 @@ def test_noop_rows_end_one_after_another_and_go_on_where_they_were_stopped() -> 
         looker = Looker(stop_once_open=10)
         (had,) = watched(backend, [args], looker)
         assert had is not None
-        rest = rest_of(args, had)
+        rest = remainder_of(args, had)
         assert rest is not None
         (more,) = generate(backend, rest.args)
         assert looker.open[0] == sorted(looker.open[0], reverse=True)
@@ -72,7 +72,7 @@ def test_noop_rows_end_one_after_another_and_go_on_where_they_were_stopped() -> 
     lengths = [len(int32s(s.tokens)) for group in whole.sequences for s in group]
     assert len(set(lengths)) > 10
     assert max(lengths) <= 50
-    completed = rest.completed(more).sequences
+    completed = rest.complete_with(more).sequences
     assert [len(int32s(s.tokens)) for group in completed for s in group] == lengths
     assert completed == whole.sequences
     assert cancelled is None

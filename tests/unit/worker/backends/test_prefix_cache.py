@@ -33,7 +33,7 @@ from phaseloom.worker.backends.sampler.prefixcache import (
     Prefix,
     PrefixCache,
 )
-from phaseloom.worker.rank.tails import rest_of
+from phaseloom.worker.rank.tails import remainder_of
 from phaseloom.worker.state.heap import Heap
 from tests.support.looker import Looker
 from tests.support.tinymodel import VOCAB
@@ -207,7 +207,7 @@ def stopped(backend: Backend, args: Generate, at: int) -> tuple[GenerateResult, 
     """A `generate` that an update stops after so many tokens, and what continues it."""
     (begun,) = watched(backend, [args], Looker(stop_at={0: at}))
     assert begun is not None
-    rest = rest_of(args, begun)
+    rest = remainder_of(args, begun)
     assert rest is not None
     return begun, rest.args
 

@@ -22,7 +22,7 @@ from phaseloom.common.contract.streaming import StreamedTokens
 from phaseloom.common.tensors.layouts import merge, split_shared
 from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.backends.sampler import backend as sampler_module
-from phaseloom.worker.rank.tails import rest_of
+from phaseloom.worker.rank.tails import remainder_of
 from tests.support.looker import Looker
 from tests.support.tinymodel import VOCAB
 from tests.unit.worker.backends.models import generate, running, spec, watched
@@ -238,16 +238,16 @@ def test_what_is_left_of_a_request_completes_it(sampler: Backend) -> None:
     (whole,) = generate(sampler, args)
     (had,) = watched(sampler, [args], Looker(stop_at={0: 25}))
     assert had is not None
-    rest = rest_of(args, had)
+    rest = remainder_of(args, had)
     assert rest is not None
-    assert 0 < len(rest.places) < 8
+    assert 0 < len(rest.positions) < 8
     (more,) = generate(sampler, rest.args)
-    completed = rest.completed(more)
+    completed = rest.complete_with(more)
     _check_alike(completed, whole)
     for own, other in zip(completed.sequences, whole.sequences, strict=True):
         tops = [[sample.top_tokens for sample in group] for group in (own, other)]
         assert tops[0] == tops[1]
-    assert rest_of(args, whole) is None
+    assert remainder_of(args, whole) is None
 
 
 def test_open_samples_are_told_as_they_end(sampler: Backend) -> None:

@@ -9,7 +9,7 @@ from phaseloom.common.contract.specs import CommandId
 from phaseloom.worker.core.permits import (
     REMEMBERED_CANCELS,
     REMEMBERED_COMMANDS,
-    Cancelled,
+    CancelledOperations,
     TakenCommands,
     Verdict,
     judge_permit,
@@ -48,7 +48,7 @@ def test_newest_commands_are_remembered_until_they_are_forgotten() -> None:
 
 
 def test_newest_cancels_are_remembered() -> None:
-    cancelled = Cancelled()
+    cancelled = CancelledOperations()
     keys = [OperationKey("acme", "job", "d", f"r{i}") for i in range(REMEMBERED_CANCELS + 1)]
     for key in keys:
         cancelled.add(key)
@@ -57,7 +57,7 @@ def test_newest_cancels_are_remembered() -> None:
 
 
 def test_everything_counts_as_cancelled_once_nobody_waits() -> None:
-    cancelled, key = Cancelled(), OperationKey("acme", "job", "d", "r")
+    cancelled, key = CancelledOperations(), OperationKey("acme", "job", "d", "r")
     cancelled.add(key, keeps_partial=True)
     cancelled.add_all()
     assert OperationKey("acme", "job", "d", "other") in cancelled

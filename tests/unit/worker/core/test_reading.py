@@ -15,9 +15,9 @@ from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.layout import plan
 from phaseloom.worker.core.reading import (
     Reader,
-    fetches_of_whole,
-    from_part,
-    needs,
+    fetches_of_full_version,
+    plan_node_fetches,
+    runs_from_part,
 )
 from phaseloom.worker.state.layouts import packed
 from tests.support.layoutpairs import (
@@ -73,17 +73,17 @@ def test_what_was_written_whole_is_cut_for_each_rank(is_sharded: bool) -> None:
     for rank in range(3):
         mine = reader(rank, 3, range(3), is_sharded=is_sharded)
         heap = bytearray(max(s.offset + s.num_bytes for s in mine.slots))
-        runs = from_part(WHOLE, fetches_of_whole(mine), mine)
+        runs = runs_from_part(WHOLE, fetches_of_full_version(mine), mine)
         copy(runs, source, heap, bytearray(len(heap)))
         assert heap == memory_of(mine.slots, CONTENTS)
 
 
 def test_who_needs_all_of_a_part_takes_it_whole_and_who_needs_half_takes_slices() -> None:
     manifest = manifest_of(parts(2))
-    all_here = needs(manifest, reader(0, 4, range(4)))
+    all_here = plan_node_fetches(manifest, reader(0, 4, range(4)))
     assert list(all_here.whole_parts) == ["0of2", "1of2"]
     assert all_here.slices == []
-    alone = needs(manifest, reader(0, 4, [0]))
+    alone = plan_node_fetches(manifest, reader(0, 4, [0]))
     assert alone.whole_parts == {}
     assert {each.part for each in alone.slices} <= {"0of2", "1of2"}
 
@@ -93,17 +93,17 @@ def test_parts_of_another_model_are_refused() -> None:
     other = msgspec.structs.replace(WHOLE[0], name="other")
     for wrong in ([longer], [[other]], [parts(2)[0]], parts(3)[1:]):
         with pytest.raises(CallerError) as caught:
-            needs(manifest_of(wrong), ALONE)
+            plan_node_fetches(manifest_of(wrong), ALONE)
         assert caught.value.info.code is Code.FAILED_PRECONDITION
-    fetches = needs(manifest_of(parts(2)), ALONE).whole_parts["0of2"]
+    fetches = plan_node_fetches(manifest_of(parts(2)), ALONE).whole_parts["0of2"]
     for lacking in (rows(0, 2)[:1], rows(0, 6)):
         with pytest.raises(CallerError, match="of another model"):
-            from_part(packed(lacking)[0], fetches, ALONE)
+            runs_from_part(packed(lacking)[0], fetches, ALONE)
 
 
 def test_tensor_that_is_shorter_than_its_shape_is_not_taken() -> None:
     """What lies behind it is not the part's: it was made by somebody else."""
     short = [msgspec.structs.replace(slot, num_bytes=4) for slot in WHOLE]
     with pytest.raises(CallerError, match="another model") as caught:
-        from_part(short, fetches_of_whole(ALONE), ALONE)
+        runs_from_part(short, fetches_of_full_version(ALONE), ALONE)
     assert caught.value.info.code is Code.FAILED_PRECONDITION

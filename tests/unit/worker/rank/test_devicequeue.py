@@ -18,7 +18,7 @@ from phaseloom.common.contract.specs import Batching
 from phaseloom.common.transport.framing import MAX_FRAME_BYTES
 from phaseloom.worker.rank.calls import Clocks
 from phaseloom.worker.rank.devicequeue import MAX_SHARED_BYTES
-from phaseloom.worker.rank.executor import Refused
+from phaseloom.worker.rank.executor import OperationRefused
 from tests.support.device import call, device, sample
 
 FORWARD = Forward([Datum([1, 2], [2, 3])])
@@ -61,7 +61,7 @@ async def test_those_that_come_join_the_call_that_runs_and_end_with_their_own_la
             task.add_done_callback(ended.append)
         await asyncio.wait([long, *short, refused])
         assert ended[-1] is long
-        assert isinstance(refused.exception(), Refused)
+        assert isinstance(refused.exception(), OperationRefused)
         assert await cancelled is None
         assert d.backend.calls == [[1, 2, 3, 4, 5]]
 
@@ -75,15 +75,15 @@ async def test_time_counts_in_proportion_to_the_sequences_that_run() -> None:
         call("r2", sample(2, num_samples=3)),
         call("rf", FORWARD),
     )
-    clocks.begin(small)
-    clocks.begin(large)
+    clocks.start(small)
+    clocks.start(large)
     clocks.stop(small)
     clocks.stop(large)
     clocks.stop(large)
     assert (small.duration_s, large.duration_s) == (5.0, 7.0)
     assert small.share * small.duration_s == 1.0 + 4.0 / 4
     assert large.share * large.duration_s == 3 * 4.0 / 4 + 3.0
-    clocks.begin(alone)
+    clocks.start(alone)
     clocks.stop(alone)
     assert (alone.duration_s, alone.share) == (1.0, 1.0)
 
@@ -186,7 +186,7 @@ async def test_refused_one_goes_in_no_call_and_spoils_none() -> None:
             bad, good = d.give("r2", sample(2, max_tokens=0)), d.give("r3", sample(3))
             await waiting(bad, good)
         (error,) = await asyncio.gather(bad, return_exceptions=True)
-        assert isinstance(error, Refused)
+        assert isinstance(error, OperationRefused)
         assert error.error.field == "args.sampling.max_tokens"
         assert isinstance(await good, GenerateResult)
         assert d.backend.calls == [[1, 3]]
@@ -195,7 +195,7 @@ async def test_refused_one_goes_in_no_call_and_spoils_none() -> None:
 async def test_all_are_refused_without_a_call() -> None:
     async with device(Batching.SHARED) as d:
         (error,) = await asyncio.gather(d.give("r1", sample(99)), return_exceptions=True)
-        assert isinstance(error, Refused)
+        assert isinstance(error, OperationRefused)
         assert d.backend.calls == []
 
 
@@ -215,5 +215,5 @@ async def test_forwards_in_a_row_end_one_by_one_and_one_is_cancelled_among_them(
             assert await tasks.pop(2) is None
         for task in (*tasks, last):
             assert isinstance(await task, ForwardResult)
-        with pytest.raises(Refused):
+        with pytest.raises(OperationRefused):
             await wrong

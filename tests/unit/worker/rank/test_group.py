@@ -21,7 +21,7 @@ from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.contract.state_rank import Done
 from phaseloom.common.transport.framing import Peer
 from phaseloom.worker.backends.base import GroupBroken
-from phaseloom.worker.rank.group import Broken, GroupLost, Ranks
+from phaseloom.worker.rank.group import GroupLost, RanksDiverged, WpgRanks
 from phaseloom.worker.rank.wire import (
     Payload,
     RankMessage,
@@ -70,7 +70,7 @@ class AgentEnd:
 
 
 @asynccontextmanager
-async def two_ranks() -> AsyncIterator[tuple[Ranks, AgentEnd]]:
+async def two_ranks() -> AsyncIterator[tuple[WpgRanks, AgentEnd]]:
     mine, theirs = socket.socketpair()
     end = AgentEnd()
     agent = Peer[RankMessage](theirs, RankMessage, end.answer)
@@ -79,7 +79,7 @@ async def two_ranks() -> AsyncIterator[tuple[Ranks, AgentEnd]]:
     leader.start()
     thread = ThreadPoolExecutor(1)
     try:
-        yield Ranks(thread, leader, 2), end
+        yield WpgRanks(thread, leader, 2), end
     finally:
         await leader.close()
         await agent.close()
@@ -89,7 +89,7 @@ async def two_ranks() -> AsyncIterator[tuple[Ranks, AgentEnd]]:
 async def test_results_of_all_ranks_come_together() -> None:
     async with two_ranks() as (ranks, end):
         end.share.set_result(SharesDone([[THEIRS]]))
-        own, others = await ranks.everywhere(lambda: "mine", SHARE)
+        own, others = await ranks.on_all_ranks(lambda: "mine", SHARE)
         assert (own, others) == ("mine", [[THEIRS]])
         assert not end.was_called.is_set()
 
@@ -101,8 +101,8 @@ async def test_failure_elsewhere_ends_the_call_though_the_leader_never_returns()
         no_memory = ResourceError("no memory there", code=Code.RESOURCE_EXHAUSTED)
         end.share.set_exception(no_memory)
         end.roll_call.set_result(Done())
-        with pytest.raises(Broken) as broken:
-            await ranks.everywhere(go.wait, SHARE)
+        with pytest.raises(RanksDiverged) as broken:
+            await ranks.on_all_ranks(go.wait, SHARE)
         assert "no memory there" in str(broken.value.__cause__)
         go.set()
 
@@ -116,11 +116,11 @@ async def test_call_is_not_at_fault_where_ranks_that_live_cannot_reach_one_anoth
     async with two_ranks() as (ranks, end):
         end.roll_call.set_result(Done())
         with pytest.raises(GroupLost) as lost:
-            await ranks.everywhere(fail, SHARE)
+            await ranks.on_all_ranks(fail, SHARE)
         assert "connection reset" in str(lost.value.__cause__)
         end.share.set_exception(GroupBroken("another rank is late"))
         with pytest.raises(GroupLost):
-            await ranks.everywhere(lambda: None, SHARE)
+            await ranks.on_all_ranks(lambda: None, SHARE)
 
 
 async def test_failure_of_the_leader_ends_the_call_though_the_others_never_answer() -> None:
@@ -129,8 +129,8 @@ async def test_failure_of_the_leader_ends_the_call_though_the_others_never_answe
 
     async with two_ranks() as (ranks, end):
         end.roll_call.set_result(Done())
-        with pytest.raises(Broken) as broken:
-            await ranks.everywhere(fail, SHARE)
+        with pytest.raises(RanksDiverged) as broken:
+            await ranks.on_all_ranks(fail, SHARE)
         assert isinstance(broken.value.__cause__, MemoryError)
 
 
@@ -141,7 +141,7 @@ async def test_failure_is_not_told_while_nobody_knows_that_all_ranks_are_alive()
         raise RuntimeError("connection closed by peer")
 
     async with two_ranks() as (ranks, end):
-        call = asyncio.create_task(ranks.everywhere(fail, SHARE))
+        call = asyncio.create_task(ranks.on_all_ranks(fail, SHARE))
         await end.was_called.wait()
         assert not call.done()
         call.cancel()
@@ -151,14 +151,14 @@ async def test_failure_is_not_told_while_nobody_knows_that_all_ranks_are_alive()
 
 async def test_leader_that_is_alone_asks_nobody() -> None:
     async with two_ranks() as (ranks, end):
-        alone = Ranks(ranks.device_thread, ranks.agent)
-        assert await alone.everywhere(lambda: 7, SHARE) == (7, [])
+        alone = WpgRanks(ranks.device_thread, ranks.agent)
+        assert await alone.on_all_ranks(lambda: 7, SHARE) == (7, [])
 
         def fail() -> None:
             raise ValueError("plain")
 
         with pytest.raises(ValueError, match="plain"):
-            await alone.everywhere(fail, SHARE)
+            await alone.on_all_ranks(fail, SHARE)
         assert not end.was_called.is_set()
 
 

@@ -10,7 +10,7 @@ from phaseloom.common.contract.errors import Code, InternalError, ResourceError
 from phaseloom.common.contract.state_rank import CopyIn
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.worker.state.heap import Heap
-from phaseloom.worker.state.hostcopies import HostCopies
+from phaseloom.worker.state.hostcopies import HeapCopier
 
 SIZE = 3 * 4096
 
@@ -22,19 +22,19 @@ def memfd(content: bytes) -> int:
 
 
 @pytest.fixture
-def copies() -> HostCopies:
-    copies = HostCopies(lambda: 7, lambda: None)
+def copies() -> HeapCopier:
+    copies = HeapCopier(lambda: 7, lambda: None)
     copies.register(Heap(SIZE), [], 0, None, frozen=True)
     return copies
 
 
-def load(copies: HostCopies, contents: list[bytes], digest: str) -> bytes:
+def load(copies: HeapCopier, contents: list[bytes], digest: str) -> bytes:
     copies.copy_frozen(CopyIn(digest), [memfd(content) for content in contents])
     assert isinstance(copies.heap, Heap)
     return bytes(copies.heap.buffer)
 
 
-def test_heap_is_the_beginning_of_what_comes_and_the_mapping_is_kept(copies: HostCopies) -> None:
+def test_heap_is_the_beginning_of_what_comes_and_the_mapping_is_kept(copies: HeapCopier) -> None:
     first, second = os.urandom(SIZE), os.urandom(SIZE + 4096)
     for content in (first, second):
         whole = content[:SIZE]
@@ -44,7 +44,7 @@ def test_heap_is_the_beginning_of_what_comes_and_the_mapping_is_kept(copies: Hos
     assert copies._source is None
 
 
-def test_bad_bit_is_never_loaded(copies: HostCopies) -> None:
+def test_bad_bit_is_never_loaded(copies: HeapCopier) -> None:
     whole = os.urandom(SIZE)
     digest = digest_of(memoryview(whole))
     bad = whole[:77] + bytes([whole[77] ^ 1]) + whole[78:]
@@ -59,7 +59,7 @@ def test_bad_bit_is_never_loaded(copies: HostCopies) -> None:
 
 @pytest.mark.parametrize("sizes", [[], [SIZE - 4096], [SIZE, SIZE]])
 def test_load_from_anything_but_one_whole_extent_is_refused(
-    copies: HostCopies, sizes: list[int]
+    copies: HeapCopier, sizes: list[int]
 ) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(InternalError):

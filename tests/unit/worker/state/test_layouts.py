@@ -8,7 +8,7 @@ import pytest
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.worker.state.layouts import Layouts, paired
+from phaseloom.worker.state.layouts import LayoutCache, paired
 
 
 def _slots(*names: str) -> list[TensorSlot]:
@@ -18,7 +18,7 @@ def _slots(*names: str) -> list[TensorSlot]:
 
 
 def test_the_same_slots_bring_what_was_made_of_them() -> None:
-    layouts, slots = Layouts(), _slots("a", "b")
+    layouts, slots = LayoutCache(), _slots("a", "b")
     table, cut = layouts.table(slots), layouts.cut(slots)
     pairs = layouts.paired(table, slots)
     assert layouts.table(list(slots)) is table
@@ -32,7 +32,7 @@ def test_the_same_slots_bring_what_was_made_of_them() -> None:
 
 
 def test_a_list_that_was_changed_is_another_one() -> None:
-    layouts, slots = Layouts(), _slots("a", "b")
+    layouts, slots = LayoutCache(), _slots("a", "b")
     before = layouts.table(slots)
     slots.reverse()
     assert layouts.table(slots) == TensorTable.of(slots) != before
@@ -42,7 +42,7 @@ def test_a_list_that_was_changed_is_another_one() -> None:
 
 
 def test_pairs_are_of_both_layouts() -> None:
-    layouts, slots = Layouts(), _slots("a", "b")
+    layouts, slots = LayoutCache(), _slots("a", "b")
     table = layouts.table(slots)
     moved = TensorTable.of(list(reversed(slots)))
     layouts.paired(table, slots)
@@ -53,7 +53,7 @@ def test_pairs_are_of_both_layouts() -> None:
 
 
 def test_only_the_newest_are_kept() -> None:
-    layouts, every = Layouts(), [_slots(str(number)) for number in range(9)]
+    layouts, every = LayoutCache(), [_slots(str(number)) for number in range(9)]
     first = layouts.table(every[0])
     for slots in every:
         layouts.table(slots)

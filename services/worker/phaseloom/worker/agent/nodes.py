@@ -50,7 +50,7 @@ from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.retry import until_done
 from phaseloom.common.transport.services import answer_requests
-from phaseloom.worker.rank.group import SharesOfOthers
+from phaseloom.worker.rank.group import PeerShares
 from phaseloom.worker.rank.wire import Payload, RunShare, SharesDone
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class OtherNodes:
         assert isinstance(found, StoreFound), found
         return found.address
 
-    async def take_part(self, share: RunShare) -> SharesOfOthers:
+    async def take_part(self, share: RunShare) -> PeerShares:
         """Have the other nodes' ranks run a share. Returns: their results, by rank.
 
         Raises: IncarnationEnded. PhaseloomError: a rank's part failed.
@@ -133,7 +133,7 @@ class OtherNodes:
             self._open.discard(number)
         return [of_rank for of_node in parts for of_rank in of_node]
 
-    async def _part_of(self, node: NodeId, request: TakePart) -> SharesOfOthers:
+    async def _part_of(self, node: NodeId, request: TakePart) -> PeerShares:
         answer = b""
         while True:
             reply = await self._ask(node, msgspec.structs.replace(request, offset=len(answer)))

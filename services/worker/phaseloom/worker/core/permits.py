@@ -44,7 +44,7 @@ class TakenCommands:
             self._taken.popitem(last=False)
 
 
-class Cancelled:
+class CancelledOperations:
     """The most recently cancelled operations.
 
     A cancel may arrive before the permit of its operation. May be read from any thread.
@@ -70,8 +70,8 @@ class Cancelled:
     def add(self, key: OperationKey, *, keeps_partial: bool = False) -> None:
         """Record a cancel. A cancel that discards the result overrides one that keeps a partial
         result."""
-        wants = keeps_partial and self._keeps_partial.get(key, True)
-        self._keeps_partial[key] = wants
+        keeps = keeps_partial and self._keeps_partial.get(key, True)
+        self._keeps_partial[key] = keeps
         while len(self._keeps_partial) > REMEMBERED_CANCELS:
             self._keeps_partial.popitem(last=False)
 

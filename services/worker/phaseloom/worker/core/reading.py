@@ -47,7 +47,7 @@ class Reader:
     holdings: Sequence[Holding]
     """The slices that each rank of the deployment holds."""
     rank: int
-    here: Collection[int]
+    node_ranks: Collection[int]
     """The ranks of the deployment on this node."""
     tensors: Mapping[str, Tensor]
     """The model's full tensors."""
@@ -55,12 +55,12 @@ class Reader:
     """The rank's own slices of those tensors, with their offsets in its heap."""
 
     @property
-    def held_here(self) -> dict[int, Holding]:
-        return {rank: self.holdings[rank] for rank in self.here}
+    def node_holdings(self) -> dict[int, Holding]:
+        return {rank: self.holdings[rank] for rank in self.node_ranks}
 
 
 @dataclass(frozen=True)
-class Needs:
+class FetchPlan:
     whole_parts: Mapping[str, list[SliceFetch]]
     """Part name → the tensor slices used from it, for each part to fetch whole."""
     slices: list[Slice]
@@ -68,7 +68,7 @@ class Needs:
     """The fetch that each entry of `slices` serves, in the same order."""
 
 
-def needs(manifest: VersionParts, reader: Reader) -> Needs:
+def plan_node_fetches(manifest: VersionParts, reader: Reader) -> FetchPlan:
     """Return the parts and tensor slices that a node must fetch from a version.
 
     Raises: CallerError: FAILED_PRECONDITION: the manifest belongs to another model.
@@ -78,92 +78,96 @@ def needs(manifest: VersionParts, reader: Reader) -> Needs:
         _check_same_model(table, reader)
     names = [part.part for part in manifest.parts]
     planned = plan_fetches(
-        reader.tensors, [holding_of(table) for table in tables], reader.held_here
+        reader.tensors, [holding_of(table) for table in tables], reader.node_holdings
     )
     whole_parts: dict[str, list[SliceFetch]] = {}
     slices: list[Slice] = []
     sliced: list[SliceFetch] = []
     end = 0
     for part, group in groupby(planned, attrgetter("part")):
-        mine = list(group)
+        part_fetches = list(group)
         part_bytes = sum(slot.num_bytes for slot in tables[part])
-        if sum(fetch.num_bytes for fetch in mine) >= _NEARLY_ALL * part_bytes:
-            whole_parts[names[part]] = mine
+        if sum(fetch.num_bytes for fetch in part_fetches) >= _NEARLY_ALL * part_bytes:
+            whole_parts[names[part]] = part_fetches
             continue
-        for fetch in mine:
+        for fetch in part_fetches:
             slices.append(_slice(fetch, names[part], reader.tensors[fetch.name].dtype, end))
             sliced.append(fetch)
             end += -(-fetch.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return Needs(whole_parts, slices, sliced)
+    return FetchPlan(whole_parts, slices, sliced)
 
 
-def fetches_of_whole(reader: Reader) -> list[SliceFetch]:
+def fetches_of_full_version(reader: Reader) -> list[SliceFetch]:
     """Return the tensor slices that this rank reads from a version written as a whole."""
-    whole = {
+    full_tensors = {
         name: Box((0,) * len(tensor.shape), tensor.shape) for name, tensor in reader.tensors.items()
     }
-    return plan_fetches(reader.tensors, [whole], {reader.rank: reader.holdings[reader.rank]})
+    return plan_fetches(reader.tensors, [full_tensors], {reader.rank: reader.holdings[reader.rank]})
 
 
-def from_part(tensors: Sequence[TensorSlot], wanted: Sequence[SliceFetch], reader: Reader) -> Runs:
+def runs_from_part(
+    tensors: Sequence[TensorSlot], part_fetches: Sequence[SliceFetch], reader: Reader
+) -> Runs:
     """Return the byte runs that this rank copies out of a part.
 
     Args:   tensors: the part's tensors with their offsets in the part.
     Raises: CallerError: FAILED_PRECONDITION: the tensors belong to another model.
     """
-    there = {slot.name: slot for slot in tensors}
+    slots_by_name = {slot.name: slot for slot in tensors}
     runs: Runs = []
     heap = _heap(reader)
-    for fetch, use in _uses(wanted, reader.rank):
+    for fetch, use in _uses(part_fetches, reader.rank):
         name = fetch.name
-        slot = there.get(name)
+        slot = slots_by_name.get(name)
         if slot is None or slot.dtype != reader.tensors[name].dtype:
-            raise of_another_model(f"{name} is not in it")
+            raise other_model_error(f"{name} is not in it")
         if slot.num_bytes != math.prod(slot.shape) * item_bytes(slot.dtype):
-            raise of_another_model(f"{name} is {slot.shape} in {slot.num_bytes} bytes")
+            raise other_model_error(f"{name} is {slot.shape} in {slot.num_bytes} bytes")
         runs += _runs(fetch, use, slot, fetch.start, heap[name])
     return runs
 
 
-def from_slices(slices: Sequence[Slice], wanted: Sequence[SliceFetch], reader: Reader) -> Runs:
+def runs_from_slices(
+    slices: Sequence[Slice], part_fetches: Sequence[SliceFetch], reader: Reader
+) -> Runs:
     """Return the byte runs that this rank copies out of the memory that holds fetched tensor
     slices."""
-    places = {id(fetch): each for fetch, each in zip(wanted, slices, strict=True)}
+    slices_by_fetch = {id(fetch): piece for fetch, piece in zip(part_fetches, slices, strict=True)}
     heap = _heap(reader)
     runs: Runs = []
-    for fetch, use in _uses(wanted, reader.rank):
-        at = places[id(fetch)]
+    for fetch, use in _uses(part_fetches, reader.rank):
+        at = slices_by_fetch[id(fetch)]
         box = TensorSlot(at.name, Role.WEIGHT, at.dtype, at.size, at.offset, at.num_bytes)
         start = (0,) * len(fetch.size)
         runs += _runs(fetch, use, box, start, heap[at.name])
     return runs
 
 
-def _uses(wanted: Sequence[SliceFetch], rank: int) -> Iterator[tuple[SliceFetch, Use]]:
-    return ((fetch, use) for fetch in wanted for use in fetch.uses if use.rank == rank)
+def _uses(part_fetches: Sequence[SliceFetch], rank: int) -> Iterator[tuple[SliceFetch, Use]]:
+    return ((fetch, use) for fetch in part_fetches for use in fetch.uses if use.rank == rank)
 
 
 def _runs(
-    fetch: SliceFetch, use: Use, there: TensorSlot, start: tuple[int, ...], here: TensorSlot
+    fetch: SliceFetch, use: Use, source: TensorSlot, start: tuple[int, ...], heap_slot: TensorSlot
 ) -> Runs:
     """Return the byte runs of one use of a fetch.
 
     Raises: CallerError: FAILED_PRECONDITION: the slice lies outside the source or the heap tensor.
     """
-    for slot, at in ((there, start), (here, use.start)):
+    for slot, at in ((source, start), (heap_slot, use.start)):
         inside = len(slot.shape) == len(at) and all(
-            begin >= 0 and begin + size <= length
-            for begin, size, length in zip(at, fetch.size, slot.shape, strict=True)
+            first >= 0 and first + size <= length
+            for first, size, length in zip(at, fetch.size, slot.shape, strict=True)
         )
         if not inside:
-            raise of_another_model(f"{at} + {fetch.size} is not inside {slot.name} {slot.shape}")
-    found = byte_rows(
+            raise other_model_error(f"{at} + {fetch.size} is not inside {slot.name} {slot.shape}")
+    rows_list = byte_rows(
         fetch.size,
-        item_bytes(there.dtype),
-        (start, tuple(there.shape)),
-        (use.start, tuple(here.shape)),
+        item_bytes(source.dtype),
+        (start, tuple(source.shape)),
+        (use.start, tuple(heap_slot.shape)),
     )
-    return [rows.shifted(there.offset, here.offset) for rows in found]
+    return [rows.shifted(source.offset, heap_slot.offset) for rows in rows_list]
 
 
 def _heap(reader: Reader) -> dict[str, TensorSlot]:
@@ -184,17 +188,21 @@ def _slice(fetch: SliceFetch, part: str, dtype: str, offset: int) -> Slice:
 
 def _check_same_model(table: Sequence[TensorSlot], reader: Reader) -> None:
     for name, tensor in tensors_of(table).items():
-        mine = reader.tensors.get(name)
-        if mine != tensor:
-            raise of_another_model(
+        expected = reader.tensors.get(name)
+        if expected != tensor:
+            raise other_model_error(
                 f"{name} is {tensor.dtype}{list(tensor.shape)} in it"
-                + (f" and {mine.dtype}{list(mine.shape)} here" if mine else " and not here")
+                + (
+                    f" and {expected.dtype}{list(expected.shape)} here"
+                    if expected
+                    else " and not here"
+                )
             )
 
 
-def of_another_model(why: str) -> CallerError:
+def other_model_error(reason: str) -> CallerError:
     return CallerError(
-        f"the version is of another model: {why}",
+        f"the version is of another model: {reason}",
         code=Code.FAILED_PRECONDITION,
         remedy="sync between deployments of one model only",
     )

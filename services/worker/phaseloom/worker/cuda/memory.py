@@ -188,13 +188,13 @@ class CudaHeap:
     def _populate(self) -> None:
         """Allocate the missing memory. Raises: CudaError: out of memory; nothing is allocated
         then."""
-        missing = [each for each in self._ranges if not each.is_populated]
+        missing = [memory_range for memory_range in self._ranges if not memory_range.is_populated]
         try:
-            for each in missing:
-                each.populate()
+            for memory_range in missing:
+                memory_range.populate()
         except CudaError:
-            for each in missing:
-                each.vacate()
+            for memory_range in missing:
+                memory_range.vacate()
             raise
 
     def pin(self, memory: memoryview) -> None:
@@ -306,8 +306,8 @@ class CudaHeap:
 
         Also frees the memory that torch has cached, because it counts against other processes.
         """
-        for each in self._ranges:
-            each.vacate()
+        for memory_range in self._ranges:
+            memory_range.vacate()
         if self._tensor is not None:
             from phaseloom.worker.cuda.tensors import return_cached_memory
 
@@ -315,12 +315,14 @@ class CudaHeap:
 
     def resident_bytes(self) -> int:
         """Bytes of device memory in use by this heap, in whole granules."""
-        return sum(each.mapped_bytes for each in self._ranges if each.is_populated)
+        return sum(
+            memory_range.mapped_bytes for memory_range in self._ranges if memory_range.is_populated
+        )
 
     def close(self) -> None:
         self.unpin()
-        for each in self._ranges:
-            each.close()
+        for memory_range in self._ranges:
+            memory_range.close()
         self._driver.destroy_stream(self._stream)
 
     def _move(self, source: int, target: int, parts: Sequence[Part]) -> None:

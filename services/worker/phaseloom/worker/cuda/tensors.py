@@ -42,7 +42,7 @@ class _ManagedTensor(ctypes.Structure):
     )
 
 
-class _Described(ctypes.Structure):
+class _TensorBlock(ctypes.Structure):
     """A DLPack tensor with its shape and strides in one malloc block, whose deleter is `free`."""
 
     _fields_ = (
@@ -65,19 +65,19 @@ def memory_tensor(address: int, num_bytes: int, device: int | None) -> torch.Ten
 
     Args: device: the number of the CUDA device; None: host memory.
     """
-    block = _libc.malloc(ctypes.sizeof(_Described))
+    block = _libc.malloc(ctypes.sizeof(_TensorBlock))
     if not block:
         raise MemoryError
-    described = _Described.from_address(block)
-    described.shape[0], described.strides[0] = num_bytes, 1
-    described.managed = _ManagedTensor(
+    tensor_block = _TensorBlock.from_address(block)
+    tensor_block.shape[0], tensor_block.strides[0] = num_bytes, 1
+    tensor_block.managed = _ManagedTensor(
         _Tensor(
             data=address,
             device=_Device(_CPU, 0) if device is None else _Device(_CUDA, device),
             ndim=1,
             dtype=_DataType(_UNSIGNED, 8, 1),
-            shape=block + _Described.shape.offset,
-            strides=block + _Described.strides.offset,
+            shape=block + _TensorBlock.shape.offset,
+            strides=block + _TensorBlock.strides.offset,
             byte_offset=0,
         ),
         None,

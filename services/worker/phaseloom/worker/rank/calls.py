@@ -22,7 +22,7 @@ from phaseloom.worker.rank.wire import Payload, RunShare
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class DeviceCall:
     """One operation on its way through the devices."""
 
     permit: Permit
@@ -40,8 +40,8 @@ class Call:
     """The part of `duration_s` charged to this operation."""
     has_shared: bool = False
     """Whether other operations ran at the same time."""
-    has_begun: bool = False
-    _began_s: float = 0.0
+    has_started: bool = False
+    _started_s: float = 0.0
     num_done: int = 0
     num_total: int = 0
     """Upper bound of new tokens in a running `generate`. With several ranks: of the leader's
@@ -77,13 +77,13 @@ class Call:
         """As in `OperationFinished`."""
         return combine_replicas([runs for _, runs in sorted(self._runs.items())])
 
-    def note_steps(self, replica: int, runs: list[StepRun]) -> None:
+    def record_steps(self, replica: int, runs: list[StepRun]) -> None:
         """Append steps to those already recorded for a replica."""
         self._runs.setdefault(replica, []).extend(runs)
 
-    def begin(self, now_s: float) -> None:
-        self.has_begun = True
-        self.started_unix_s, self._began_s = time.time(), now_s
+    def start(self, now_s: float) -> None:
+        self.has_started = True
+        self.started_unix_s, self._started_s = time.time(), now_s
 
     def end(self, outcome: Result | Exception | None) -> None:
         """Complete the call with a result, the error that it failed with, or None if it was
@@ -99,7 +99,7 @@ class Call:
             self.ended.set_result(outcome)
 
     def stop_clock(self, now_s: float) -> None:
-        self.duration_s = now_s - self._began_s
+        self.duration_s = now_s - self._started_s
 
 
 class Clocks:
@@ -112,23 +112,23 @@ class Clocks:
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         """Args: now: returns seconds on a monotonic clock."""
         self._now = now
-        self._running: dict[Call, int] = {}
+        self._running: dict[DeviceCall, int] = {}
         """Running call → the number of its sequences."""
         self._since_s = 0.0
 
-    def begin(self, call: Call) -> None:
-        self._deal_out(now_s := self._now())
+    def start(self, call: DeviceCall) -> None:
+        self._charge_elapsed(now_s := self._now())
         self._running[call] = call.num_rows
-        call.begin(now_s)
+        call.start(now_s)
 
-    def stop(self, call: Call) -> None:
+    def stop(self, call: DeviceCall) -> None:
         """Stop a call's clock, if it is running."""
         if call in self._running:
-            self._deal_out(now_s := self._now())
+            self._charge_elapsed(now_s := self._now())
             del self._running[call]
             call.stop_clock(now_s)
 
-    def _deal_out(self, now_s: float) -> None:
+    def _charge_elapsed(self, now_s: float) -> None:
         """Divide the time since a call last started or stopped."""
         elapsed_s, self._since_s = now_s - self._since_s, now_s
         num_rows = sum(self._running.values())
@@ -137,13 +137,13 @@ class Clocks:
             call.has_shared |= len(self._running) > 1
 
 
-def requests_of(calls: Sequence[Call]) -> list[Generate]:
+def requests_of(calls: Sequence[DeviceCall]) -> list[Generate]:
     """The arguments of the `generate` calls among these."""
     return [call.operation.args for call in calls if isinstance(call.operation.args, Generate)]
 
 
 def share_of(
-    calls: list[Call], *, replicas: tuple[int, ...] = (), tail_share: float = 0.0
+    calls: list[DeviceCall], *, replicas: tuple[int, ...] = (), tail_share: float = 0.0
 ) -> RunShare:
     """Describe these calls as a share for the other ranks.
 
@@ -156,31 +156,31 @@ def share_of(
         first.traceparent,
         replicas=replicas,
         tail_share=tail_share,
-        naming=_naming(calls),
-        weights=_weights(calls),
+        naming=_version_permits(calls),
+        weights=_weight_names(calls),
     )
 
 
-def _naming(calls: list[Call]) -> tuple[Permit | None, ...]:
+def _version_permits(calls: list[DeviceCall]) -> tuple[Permit | None, ...]:
     """The permits of the operations that name versions, in order; empty if none names a version."""
     permits = tuple(None if call.permit.ticket is None else call.permit for call in calls)
     return permits if any(permits) else ()
 
 
-def _weights(calls: list[Call]) -> tuple[str, ...]:
+def _weight_names(calls: list[DeviceCall]) -> tuple[str, ...]:
     """The names of the weights that this rank has read for each operation, in order; empty if no
     operation names any."""
     names = tuple("" if call.version is None else call.version.name for call in calls)
     return names if any(names) else ()
 
 
-def share_of_rest(
-    calls: list[Call], requests: list[Generate], replicas: tuple[int, ...]
+def share_of_remainder(
+    calls: list[DeviceCall], requests: list[Generate], replicas: tuple[int, ...]
 ) -> RunShare:
     """Describe the remainders of operations as a share of independent operations."""
     payloads = [
-        Payload(call.key, encode(replace(call.operation, args=rest)), MSGPACK)
-        for call, rest in zip(calls, requests, strict=True)
+        Payload(call.key, encode(replace(call.operation, args=request)), MSGPACK)
+        for call, request in zip(calls, requests, strict=True)
     ]
     first = calls[0]
     return RunShare(
@@ -188,6 +188,6 @@ def share_of_rest(
         first.permit,
         first.traceparent,
         replicas=replicas,
-        naming=_naming(calls),
-        weights=_weights(calls),
+        naming=_version_permits(calls),
+        weights=_weight_names(calls),
     )

@@ -22,9 +22,9 @@ from phaseloom.common.contract.specs import CommandId
 
 _NEVER = CommandId(-1, 0)
 
-_LEAST_TOLD_S = 0.001
+_MIN_INTERVAL_S = 0.001
 
-Told = Callable[[float, float, Sequence[int]], None]
+OnInterval = Callable[[float, float, Sequence[int]], None]
 """Called in the device thread with (start, end, units) of an interval in which a rank used these
 units."""
 
@@ -34,20 +34,24 @@ class ComputeShare:
     thread."""
 
     def __init__(
-        self, device: int, num_units: int, use: Callable[[int], None], told: Told | None = None
+        self,
+        device: int,
+        num_units: int,
+        set_threads: Callable[[int], None],
+        on_interval: OnInterval | None = None,
     ) -> None:
         """Args: num_units: the units of the whole device.
         use: sets the number of threads of the backend; called in the device thread.
         told: receives each interval in which the rank used one set of units."""
         self._num_units = num_units
-        self._use = use
-        self._told = told
+        self._set_threads = set_threads
+        self._on_interval = on_interval
         self._cores = _cores_of(device, num_units)
         self._lock = threading.Lock()
-        self._wanted: tuple[int, ...] = tuple(range(num_units))
+        self._requested: tuple[int, ...] = tuple(range(num_units))
         self._newest = _NEVER
         self._used: tuple[int, ...] = ()
-        self._held: set[int] = set(range(num_units))
+        self._occupied: set[int] = set(range(num_units))
         """Units that the rank's threads may run on, including those it is about to use."""
         self._since_s = 0.0
         """Start of the current interval of work on these units; 0: no work is running."""
@@ -58,7 +62,7 @@ class ComputeShare:
         """The units in use; empty until the first boundary."""
         return self._used
 
-    def ask(self, units: Sequence[int], command: CommandId) -> None:
+    def request(self, units: Sequence[int], command: CommandId) -> None:
         """Set the units to use from the next boundary on; empty: the whole device.
 
         A command older than the newest has no effect.
@@ -66,9 +70,9 @@ class ComputeShare:
         with self._lock:
             if command >= self._newest:
                 self._newest = command
-                self._wanted = tuple(units) or tuple(range(self._num_units))
+                self._requested = tuple(units) or tuple(range(self._num_units))
 
-    async def taken(self) -> None:
+    async def until_applied(self) -> None:
         """Wait until the rank uses none but the requested units.
 
         Usually this is at its next boundary. It is immediately if the rank loses only units that it
@@ -77,47 +81,47 @@ class ComputeShare:
         loop = asyncio.get_running_loop()
         waiting: asyncio.Future[None] = loop.create_future()
         with self._lock:
-            if self._held <= set(self._wanted):
+            if self._occupied <= set(self._requested):
                 return
             self._waiting.append((loop, waiting))
         await waiting
 
-    def begin(self) -> None:
+    def start_work(self) -> None:
         """Start some work. This is a boundary."""
-        self.take()
+        self.apply_request()
         self._since_s = time.time()
 
-    def end(self) -> None:
+    def end_work(self) -> None:
         """Finish the work."""
-        self._tell(time.time())
+        self._report_interval(time.time())
         self._since_s = 0.0
 
-    def take(self) -> None:
+    def apply_request(self) -> None:
         """Switch to the requested units. This is a boundary, and nearly free if nothing has
         changed."""
-        if not self._waiting and (self._num_units == 1 or self._used == self._wanted):
+        if not self._waiting and (self._num_units == 1 or self._used == self._requested):
             return
         with self._lock:
-            wanted, waiting, self._waiting = self._wanted, self._waiting, []
-            self._held |= set(wanted)
-        if wanted != self._used and self._num_units > 1:
+            requested, waiting, self._waiting = self._requested, self._waiting, []
+            self._occupied |= set(requested)
+        if requested != self._used and self._num_units > 1:
             now_s = time.time()
-            self._tell(now_s)
-            cores = {self._cores[unit] for unit in wanted}
+            self._report_interval(now_s)
+            cores = {self._cores[unit] for unit in requested}
             _pin(cores)
-            self._use(len(cores))
-            self._used = wanted
+            self._set_threads(len(cores))
+            self._used = requested
             if self._since_s:
                 self._since_s = now_s
         with self._lock:
-            self._held = set(wanted)
-        for loop, each in waiting:
-            loop.call_soon_threadsafe(_set, each)
+            self._occupied = set(requested)
+        for loop, future in waiting:
+            loop.call_soon_threadsafe(_complete, future)
 
-    def _tell(self, now_s: float) -> None:
-        is_long = self._since_s and now_s - self._since_s >= _LEAST_TOLD_S
-        if self._told is not None and self._used and is_long:
-            self._told(self._since_s, now_s, self._used)
+    def _report_interval(self, now_s: float) -> None:
+        is_long = self._since_s and now_s - self._since_s >= _MIN_INTERVAL_S
+        if self._on_interval is not None and self._used and is_long:
+            self._on_interval(self._since_s, now_s, self._used)
 
 
 def whole_device() -> ComputeShare:
@@ -125,7 +129,7 @@ def whole_device() -> ComputeShare:
     return ComputeShare(0, 1, lambda count: None)
 
 
-def _set(waiting: asyncio.Future[None]) -> None:
+def _complete(waiting: asyncio.Future[None]) -> None:
     if not waiting.done():
         waiting.set_result(None)
 
@@ -147,10 +151,10 @@ def _pin(cores: set[int]) -> None:
     each other at the end of every step: the first pass on two cores took longer than a pass on one.
     """
     first = min(cores)
-    others = cores - {first} or cores
+    other_cores = cores - {first} or cores
     for thread in Path("/proc/self/task").iterdir():
         with suppress(ProcessLookupError):  # the thread has ended
-            os.sched_setaffinity(int(thread.name), others)
+            os.sched_setaffinity(int(thread.name), other_cores)
     # Pinning to one core moves this thread at once; threads that it starts may use every core.
     os.sched_setaffinity(0, {first})
     os.sched_setaffinity(0, cores)

@@ -40,7 +40,7 @@ from phaseloom.worker.backends.base import (
 from phaseloom.worker.rank.wire import RankConfig
 
 
-class Refused(Exception):
+class OperationRefused(Exception):
     """The operation cannot be done; no state was touched."""
 
     def __init__(self, error: ErrorInfo) -> None:
@@ -48,11 +48,11 @@ class Refused(Exception):
         self.error = error
 
 
-_AWAY = frozenset({Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED})
+_UNAVAILABLE_CODES = frozenset({Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED})
 """Codes of a source of weights that is restarting or cannot be reached over the network."""
 
 
-class NotNow(Exception):
+class OperationDeferred(Exception):
     """A resource that the operation needs is temporarily unavailable; nothing was changed."""
 
     def __init__(self, error: ErrorInfo) -> None:
@@ -60,9 +60,9 @@ class NotNow(Exception):
         self.error = error
 
 
-def not_had(error: ErrorInfo) -> NotNow | Refused:
+def unavailable_error(error: ErrorInfo) -> OperationDeferred | OperationRefused:
     """Return the error for an operation whose weights are unavailable. Nothing has changed."""
-    return NotNow(error) if error.code in _AWAY else Refused(error)
+    return OperationDeferred(error) if error.code in _UNAVAILABLE_CODES else OperationRefused(error)
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class Executor:
         try:
             self._check(args)
         except CallerError as error:
-            raise Refused(error.info) from error
+            raise OperationRefused(error.info) from error
 
     def _check(self, args: Args) -> None:
         kind = kind_for(args)
@@ -204,7 +204,7 @@ class Executor:
             result: Result = getattr(self.backend, kind.name)(share)
         return result
 
-    def call_wide(self, version: Version | None) -> str:
+    def call_weights_name(self, version: Version | None) -> str:
         """The name of the weights that a whole backend call must read with.
 
         Empty: the backend's current weights, or weights named per request.

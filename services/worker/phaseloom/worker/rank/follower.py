@@ -28,11 +28,11 @@ from phaseloom.common.observability import telemetry
 from phaseloom.common.observability.substages import StepRecord
 from phaseloom.common.transport.framing import Peer
 from phaseloom.worker.backends.base import Version
-from phaseloom.worker.core.permits import Cancelled
+from phaseloom.worker.core.permits import CancelledOperations
 from phaseloom.worker.rank.executor import Executor
-from phaseloom.worker.rank.group import Ranks
+from phaseloom.worker.rank.group import WpgRanks
 from phaseloom.worker.rank.namedweights import WeightsReader
-from phaseloom.worker.rank.tails import Tail
+from phaseloom.worker.rank.tails import TailMonitor
 from phaseloom.worker.rank.watches import ShareWatch
 from phaseloom.worker.rank.weightsync import FetchedVersion, RankWeights, or_failed
 from phaseloom.worker.rank.wire import (
@@ -51,7 +51,7 @@ from phaseloom.worker.rank.wire import (
 from phaseloom.worker.state.client import RankStateClient
 
 
-class Sending:
+class TokenSender:
     """Sends a rank's new tokens to the leader, in order.
 
     Ranks on other nodes send none; the leader gets their tokens with the result.
@@ -61,27 +61,27 @@ class Sending:
         self._agent = agent
         self._is_near_leader = is_near_leader
         self._loop = asyncio.get_running_loop()
-        self._last: asyncio.Task[None] | None = None
+        self._last_send: asyncio.Task[None] | None = None
 
-    def from_any_thread(self, key: OperationKey, drawn: list[DrawnTokens]) -> None:
+    def send_threadsafe(self, key: OperationKey, tokens: list[DrawnTokens]) -> None:
         if self._is_near_leader:
-            self._loop.call_soon_threadsafe(self._send, TokensDrawn(key, drawn))
+            self._loop.call_soon_threadsafe(self._send, TokensDrawn(key, tokens))
 
-    async def done(self) -> None:
+    async def drain(self) -> None:
         """Wait until the leader has received all tokens."""
-        if self._last is not None:
-            await self._last
+        if self._last_send is not None:
+            await self._last_send
 
-    def _send(self, told: TokensDrawn) -> None:
-        before = self._last
+    def _send(self, message: TokensDrawn) -> None:
+        previous = self._last_send
 
         async def send() -> None:
-            if before is not None:
-                await before
+            if previous is not None:
+                await previous
             with contextlib.suppress(PhaseloomError):  # the agent or the leader is gone
-                await self._agent.call(told)
+                await self._agent.call(message)
 
-        self._last = asyncio.ensure_future(send())
+        self._last_send = asyncio.ensure_future(send())
 
 
 @dataclass(slots=True)
@@ -89,16 +89,16 @@ class Follower:
     settings: RankConfig
     state: RankStateClient
     executor: Executor
-    ranks: Ranks
+    ranks: WpgRanks
     weights: RankWeights = field(init=False)
     named: WeightsReader = field(init=False)
     _version: Version | None = None
     """The weights read in advance for the next share, whose whole call reads with them."""
     _fetched: FetchedVersion | None = None
     """The version fetched for a `sync_weights`, kept until all ranks have fetched theirs."""
-    _cancelled: Cancelled = field(default_factory=Cancelled)
+    _cancelled: CancelledOperations = field(default_factory=CancelledOperations)
     _generating: ShareWatch | None = None
-    _telling: asyncio.Future[None] | None = None
+    _tail_report: asyncio.Future[None] | None = None
 
     def __post_init__(self) -> None:
         self.weights = RankWeights(self.settings, self.state.versions, self.executor)
@@ -141,7 +141,7 @@ class Follower:
         backend, args = self.executor.backend, [operation.args for operation in operations]
         first = args[0]
         if share.zero_gradients:
-            await self.ranks.here(backend.zero_gradients)
+            await self.ranks.on_device_thread(backend.zero_gradients)
             return [None]
         match first:
             case Generate() if not share.prepares:
@@ -150,7 +150,7 @@ class Follower:
             case SaveState():
                 return [await or_failed(self._save(operations[0].id, first, share))]
             case PublishWeights() | SyncWeights():
-                return [await self._move(first, share)]
+                return [await self._move_state(first, share)]
             case LoadState() if share.prepares:
                 return [await or_failed(self._load(operations[0].id, first))]
             case _:
@@ -158,12 +158,14 @@ class Follower:
                 return [await compute(first, share)]
 
     async def _compute(self, args: Args, share: RunShare) -> ShareResult:
-        (named,) = await self._named([args], share)
+        (named,) = await self._named_weights([args], share)
         if isinstance(named, Failed):
             return named
-        return await self.ranks.here(lambda: self.executor.compute(args, named))
+        return await self.ranks.on_device_thread(lambda: self.executor.compute(args, named))
 
-    async def _named(self, args: list[Args], share: RunShare) -> list[Version | Failed | None]:
+    async def _named_weights(
+        self, args: list[Args], share: RunShare
+    ) -> list[Version | Failed | None]:
         """The weights that each operation of a share names, or the reason why they are
         unavailable."""
         prepared, self._version = self._version, None
@@ -195,13 +197,15 @@ class Follower:
                 )
             return version
 
-        given = zip(args, permits, names, strict=True)
-        return [await or_failed(read(*each)) for each in given]
+        arguments = zip(args, permits, names, strict=True)
+        return [await or_failed(read(*argument)) for argument in arguments]
 
     async def _generate(self, requests: list[Generate], share: RunShare) -> list[ShareResult]:
-        named = await self._named([*requests], share)
-        results: list[ShareResult] = [each if isinstance(each, Failed) else None for each in named]
-        runs = [i for i, each in enumerate(named) if not isinstance(each, Failed)]
+        named = await self._named_weights([*requests], share)
+        results: list[ShareResult] = [
+            version if isinstance(version, Failed) else None for version in named
+        ]
+        runs = [i for i, version in enumerate(named) if not isinstance(version, Failed)]
         if runs:
             ran = await self._generate_some(runs, requests, named, share)
             for i, (result, record) in zip(runs, ran, strict=True):
@@ -219,45 +223,47 @@ class Follower:
         parts = self.executor.part(requests, share.replicas)
         firsts = self.executor.first_prompts(requests, share.replicas)
         part = [parts[i] for i in runs]
-        sending = Sending(self.ranks.agent, is_near_leader=self.settings.is_near_leader)
+        sender = TokenSender(self.ranks.agent, is_near_leader=self.settings.is_near_leader)
         keys = [share.operations[i].operation for i in runs]
-        watch = ShareWatch(self._cancelled, keys, sending.from_any_thread)
+        watch = ShareWatch(self._cancelled, keys, sender.send_threadsafe)
         watch.first_prompts = [firsts[i] for i in runs]
-        watch.versions = [each for each in (named[i] for i in runs) if not isinstance(each, Failed)]
+        watch.versions = [
+            version for version in (named[i] for i in runs) if not isinstance(version, Failed)
+        ]
         if share.tail_share:
             loop = asyncio.get_running_loop()
-            told = TailReached(share.operations[0].operation, self.settings.rank)
+            message = TailReached(share.operations[0].operation, self.settings.rank)
 
-            def tell() -> None:
-                loop.call_soon_threadsafe(self._tell, told)
+            def send_report() -> None:
+                loop.call_soon_threadsafe(self._report_tail, message)
 
-            watch.tail = Tail(part, share.tail_share, tell)
+            watch.tail = TailMonitor(part, share.tail_share, send_report)
         self._generating = watch
 
         def generate() -> None:
-            with self.executor.reading(watch.call_wide):
+            with self.executor.reading(watch.call_version):
                 self.executor.backend.generate(part, watch)
 
         try:
-            await self.ranks.here(generate)
+            await self.ranks.on_device_thread(generate)
         finally:
             self._generating = None
-            await sending.done()
+            await sender.drain()
         return [*zip(watch.results, watch.records, strict=True)]
 
-    def _tell(self, told: TailReached) -> None:
-        async def tell() -> None:
+    def _report_tail(self, message: TailReached) -> None:
+        async def send_report() -> None:
             with contextlib.suppress(PhaseloomError):  # the agent or the leader is gone
-                await self.ranks.agent.call(told)
+                await self.ranks.agent.call(message)
 
-        self._telling = asyncio.ensure_future(tell())
+        self._tail_report = asyncio.ensure_future(send_report())
 
     def stop(self, share: StopShare) -> None:
         """Stop a running share, which ends with the tokens that it has."""
-        if self._generating is not None and self._generating.first == share.operation:
+        if self._generating is not None and self._generating.first_operation == share.operation:
             self._generating.stop()
 
-    async def _move(self, args: PublishWeights | SyncWeights, share: RunShare) -> ShareResult:
+    async def _move_state(self, args: PublishWeights | SyncWeights, share: RunShare) -> ShareResult:
         match args:
             case _ if share.prepares:
                 return await or_failed(self._prepare(args, share.permit))
@@ -267,7 +273,7 @@ class Follower:
                 await self.state.versions.commit_parts(version, share.manifest)
             case SyncWeights():
                 with self.executor.syncing(args):
-                    await self._take(share.permit)
+                    await self._apply_version(share.permit)
         return None
 
     async def _save(self, operation: str, args: SaveState, share: RunShare) -> None:
@@ -300,8 +306,10 @@ class Follower:
         self._fetched = None
         if isinstance(args, PublishWeights):
             return PartWritten(await self.weights.write(self._published(permit)))
-        own = self.settings.deployment
-        version = VersionKey(DeploymentKey(own.tenant, own.job, args.policy), args.version)
+        deployment = self.settings.deployment
+        version = VersionKey(
+            DeploymentKey(deployment.tenant, deployment.job, args.policy), args.version
+        )
         self._fetched = await self.weights.fetch(version, permit)
         return None
 
@@ -309,10 +317,10 @@ class Follower:
         assert permit.operation.seq is not None
         return VersionKey(self.settings.deployment, permit.operation.seq)
 
-    async def _take(self, permit: Permit) -> None:
+    async def _apply_version(self, permit: Permit) -> None:
         fetched, self._fetched = self._fetched, None
         assert fetched is not None
-        await self.weights.take(fetched)
+        await self.weights.apply(fetched)
         assert permit.operation.seq is not None
         if fetched.is_whole:
             await self.state.versions.hold(fetched.version, permit.operation.seq)

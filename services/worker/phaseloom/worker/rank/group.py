@@ -19,11 +19,11 @@ from phaseloom.worker.rank.computeshare import ComputeShare, whole_device
 from phaseloom.worker.rank.wire import RankMessage, RollCall, RunShare, ShareResult, SharesDone
 
 T = TypeVar("T")
-SharesOfOthers = list[list[ShareResult]]
+PeerShares = list[list[ShareResult]]
 """[rank − 1][operation]"""
 
 
-class Broken(Exception):
+class RanksDiverged(Exception):
     """A part of a call failed, so the ranks no longer agree. The exception's cause is the
     failure."""
 
@@ -37,7 +37,7 @@ class GroupLost(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class WpgRanks:
     device_thread: ThreadPoolExecutor
     agent: Peer[RankMessage]
     num_ranks: int = 1
@@ -48,49 +48,51 @@ class Ranks:
     def is_alone(self) -> bool:
         return self.num_ranks == 1
 
-    async def here(self, call: Callable[[], T]) -> T:
+    async def on_device_thread(self, call: Callable[[], T]) -> T:
         """Run `call` in this rank's device thread."""
 
         def run() -> T:
-            self.share.begin()
+            self.share.start_work()
             try:
                 return call()
             finally:
-                self.share.end()
+                self.share.end_work()
 
         return await asyncio.get_running_loop().run_in_executor(self.device_thread, run)
 
-    async def everywhere(self, own: Callable[[], T], share: RunShare) -> tuple[T, SharesOfOthers]:
+    async def on_all_ranks(
+        self, local_part: Callable[[], T], share: RunShare
+    ) -> tuple[T, PeerShares]:
         """Run the leader's part of a call in its device thread, and the other ranks' parts of it.
 
         Raises: the error of `own` if the leader is alone; otherwise Broken or GroupLost.
         """
-        return await self.together(self.here(own), share)
+        return await self.together(self.on_device_thread(local_part), share)
 
-    async def together(self, own: Awaitable[T], share: RunShare) -> tuple[T, SharesOfOthers]:
+    async def together(self, local_part: Awaitable[T], share: RunShare) -> tuple[T, PeerShares]:
         """Run a call like `everywhere`, with an awaitable as the leader's part."""
         if self.is_alone:
-            return await own, []
-        here = asyncio.ensure_future(own)
-        others = asyncio.ensure_future(self.agent.call(share))
+            return await local_part, []
+        local_task = asyncio.ensure_future(local_part)
+        peers = asyncio.ensure_future(self.agent.call(share))
         try:
-            await asyncio.wait({here, others}, return_when=asyncio.FIRST_EXCEPTION)
+            await asyncio.wait({local_task, peers}, return_when=asyncio.FIRST_EXCEPTION)
             failures = [
-                part.exception() for part in (here, others) if part.done() and part.exception()
+                part.exception() for part in (local_task, peers) if part.done() and part.exception()
             ]
             if failures:
                 # The agent does not answer if a rank has died.
                 await self.agent.call(RollCall())
-                raise _end_of(failures[0]) from failures[0]
+                raise _error_of(failures[0]) from failures[0]
         finally:
-            here.cancel()
-            others.cancel()
-        answer, _ = others.result()
+            local_task.cancel()
+            peers.cancel()
+        answer, _ = peers.result()
         assert isinstance(answer, SharesDone), answer
-        return here.result(), answer.results
+        return local_task.result(), answer.results
 
 
-def _end_of(failure: BaseException | None) -> Exception:
+def _error_of(failure: BaseException | None) -> Exception:
     """The exception for a call, from its first failure."""
     is_away = isinstance(failure, ResourceError) and failure.info.code is Code.UNAVAILABLE
-    return GroupLost() if is_away else Broken()
+    return GroupLost() if is_away else RanksDiverged()

@@ -62,20 +62,25 @@ from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.retry import until_done
 from phaseloom.common.transport.stored import Stored
 from phaseloom.worker.backends.base import Version
-from phaseloom.worker.rank.calls import Call
+from phaseloom.worker.rank.calls import DeviceCall
 from phaseloom.worker.rank.devicequeue import DeviceQueue
-from phaseloom.worker.rank.executor import Executor, NotNow, Refused, not_had
-from phaseloom.worker.rank.group import Broken, GroupLost, Ranks
+from phaseloom.worker.rank.executor import (
+    Executor,
+    OperationDeferred,
+    OperationRefused,
+    unavailable_error,
+)
+from phaseloom.worker.rank.group import GroupLost, RanksDiverged, WpgRanks
 from phaseloom.worker.rank.namedweights import WeightsReader
 from phaseloom.worker.rank.outcomes import (
     Outcomes,
-    Ran,
+    PermitRun,
     content_type_for,
     decoded,
     failed,
     get_all,
 )
-from phaseloom.worker.rank.stateops import StateOperations, share_of
+from phaseloom.worker.rank.stateops import StateOperations, state_share
 from phaseloom.worker.rank.wire import (
     AdjustShare,
     CancelRun,
@@ -117,12 +122,12 @@ class Leader:
     bus: Bus
     state: RankStateClient
     executor: Executor
-    ranks: Ranks
+    ranks: WpgRanks
     queue: DeviceQueue
     _reading: set[OperationKey] = field(default_factory=set)
     """The reading operations that run on the devices."""
     _outcomes: Outcomes = field(init=False)
-    _moving: StateOperations = field(init=False)
+    _state_operations: StateOperations = field(init=False)
     _weights: WeightsReader = field(init=False)
     _saving: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a `save_state`. One runs at a time: each needs as much host memory as the state,
@@ -130,22 +135,22 @@ class Leader:
 
     def __post_init__(self) -> None:
         self._outcomes = Outcomes(self.settings, self.bus)
-        self._moving = StateOperations(
+        self._state_operations = StateOperations(
             self.settings, self.bus, self.state, self.executor, self.ranks, self._outcomes
         )
         self._weights = WeightsReader(self.state, self.executor)
 
-    async def run(self, given: RunPermits) -> None:
+    async def run(self, message: RunPermits) -> None:
         """Run permits. Return when the decision log has every outcome or the return of its permit.
 
         Raises: ResourceError: a permit does not match this rank's state, and nothing happened; or
                  the ranks
                 cannot continue, whatever is stored.
         """
-        operations = [permit.operation for permit in given.permits]
+        operations = [permit.operation for permit in message.permits]
         self._outcomes.unended.update(operations)
-        for permit in given.permits:
-            self.ranks.share.ask(permit.units, permit.id)
+        for permit in message.permits:
+            self.ranks.share.request(permit.units, permit.id)
         dones, payloads = await asyncio.gather(
             get_all(self.bus, streams.DONE, [streams.done_subject(key) for key in operations]),
             get_all(
@@ -154,20 +159,20 @@ class Leader:
                 [streams.op_subject(key) for key in operations],
             ),
         )
-        lost = [i for i, found in enumerate(payloads) if found is None and dones[i] is None]
+        lost = [i for i, stored in enumerate(payloads) if stored is None and dones[i] is None]
         if lost:
             subjects = [streams.op_subject(operations[i]) for i in lost]
             stream = streams.ops_stream(self.settings.deployment.tenant)
             again = await get_all(self.bus, stream, subjects, must_exist=True)
-            for i, found in zip(lost, again, strict=True):
-                payloads[i] = found
-        traceparents = given.traceparents or [""] * len(operations)
-        has_saves = any(permit.kind == "save_state" for permit in given.permits)
-        batch = _PermitBatch(given.permits[0].id, set(operations), has_saves)
+            for i, stored in zip(lost, again, strict=True):
+                payloads[i] = stored
+        traceparents = message.traceparents or [""] * len(operations)
+        has_saves = any(permit.kind == "save_state" for permit in message.permits)
+        batch = _PermitBatch(message.permits[0].id, set(operations), has_saves)
         runs = [
             self._run_one(permit, traceparent, done, payload, batch)
             for permit, traceparent, done, payload in zip(
-                given.permits, traceparents, dones, payloads, strict=True
+                message.permits, traceparents, dones, payloads, strict=True
             )
         ]
         try:
@@ -195,7 +200,7 @@ class Leader:
                     await self._run_permit(
                         permit, traceparent, parent, stored, payload, batch=batch
                     )
-                await self._note_free(permit.operation, batch)
+                await self._release_devices(permit.operation, batch)
             finally:
                 self._outcomes.unended.discard(permit.operation)
 
@@ -210,8 +215,8 @@ class Leader:
         batch: _PermitBatch,
     ) -> None:
         done = decoded(stored)
-        if done is not None and not _is_to_run_again(permit, done):
-            await self._outcomes.finished(permit, done, parent)
+        if done is not None and not _must_run_again(permit, done):
+            await self._outcomes.log_end(permit, done, parent)
             return
         self._check_order(permit)
         is_reading = permit.kind not in MUTATING_KINDS
@@ -219,42 +224,42 @@ class Leader:
             self._reading.add(permit.operation)
         try:
             ran = await self._execute(permit, payload, traceparent, batch)
-        except NotNow as later:
-            await self._outcomes.give_back(permit, later.error)
+        except OperationDeferred as later:
+            await self._outcomes.return_permit(permit, later.error)
             return
         finally:
             self._reading.discard(permit.operation)
         if not is_reading and self.queue.is_cancelled(permit.operation):
             await self._outcomes.notice("cancel ignored", "it mutates, and ran", permit.operation)
-        await self._outcomes.tell(permit, payload, done, ran, parent)
+        await self._outcomes.store_and_log(permit, payload, done, ran, parent)
         if ran.saved is not None and ran.saved.keep:
-            await self._moving.prune(ran.saved)
+            await self._state_operations.prune(ran.saved)
         if ran.broken is not None:
             raise ResourceError(f"the ranks cannot go on together: {ran.broken.__cause__!r}")
 
     def cancel(self, cancel: CancelRun) -> None:
         self.queue.cancel(cancel.operation, keeps_partial=cancel.keeps_partial)
 
-    async def prefetch(self, asked: PrefetchWeights) -> None:
+    async def prefetch(self, hint: PrefetchWeights) -> None:
         """Fetch this rank's share of a version. Raises: PhaseloomError: it is unavailable."""
-        await self._moving.weights.prefetch(asked)
+        await self._state_operations.weights.prefetch(hint)
 
     async def adjust(self, adjust: AdjustShare) -> None:
         """Wait until the rank uses these compute units.
 
         That is at the next boundary of its work, or immediately if it has none.
         """
-        self.ranks.share.ask(adjust.units, adjust.command)
-        taken = asyncio.ensure_future(self.ranks.share.taken())
+        self.ranks.share.request(adjust.units, adjust.command)
+        applied = asyncio.ensure_future(self.ranks.share.until_applied())
         # An empty call queued behind the running one is a boundary as well, in case that has none.
-        behind = asyncio.ensure_future(self.ranks.here(lambda: None))
+        queued_boundary = asyncio.ensure_future(self.ranks.on_device_thread(lambda: None))
         try:
-            await asyncio.wait({taken, behind}, return_when=asyncio.FIRST_COMPLETED)
-            if behind.done():
-                behind.result()
+            await asyncio.wait({applied, queued_boundary}, return_when=asyncio.FIRST_COMPLETED)
+            if queued_boundary.done():
+                queued_boundary.result()
         finally:
-            taken.cancel()
-            behind.cancel()
+            applied.cancel()
+            queued_boundary.cancel()
 
     def _check_order(self, permit: Permit) -> None:
         if permit.kind not in MUTATING_KINDS:
@@ -271,39 +276,41 @@ class Leader:
                 code=Code.FAILED_PRECONDITION,
             )
 
-    async def tell_progress(self) -> None:
+    async def report_progress(self) -> None:
         """Publish the progress of each running `generate` until cancelled. No service decides by
         it."""
-        told: dict[OperationKey, int] = {}
+        reported: dict[OperationKey, int] = {}
         while True:
             await asyncio.sleep(_PROGRESS_S)
             calls = [call for call in self.queue.running if call.num_total]
             for call in calls:
-                if told.get(call.key) != call.num_done:
+                if reported.get(call.key) != call.num_done:
                     await self._publish_progress(call)
-            told = {call.key: call.num_done for call in calls}
+            reported = {call.key: call.num_done for call in calls}
 
-    async def tell_gathered(self) -> None:
+    async def log_gathered_tails(self) -> None:
         """Append to the decision log which tails are gathered on fewer ranks, until cancelled."""
         while True:
-            event = await self.queue.gathered.get()
+            event = await self.queue.gathered_tails.get()
             msg_id = f"gathered:{event.operations[0]}:{event.incarnation}:{event.epoch}"
             await until_done(partial(self.bus.log.append, event, msg_id=msg_id), "append")
 
-    async def tell_drawn(self) -> None:
+    async def publish_tokens(self) -> None:
         """Publish the new tokens of streaming operations until cancelled."""
         while True:
-            call, drawn = await self.queue.drawn.get()
-            for message in messages(drawn):
+            call, tokens = await self.queue.new_tokens.get()
+            for message in messages(tokens):
                 await self._publish_progress(call, message)
 
-    async def _publish_progress(self, call: Call, drawn: list[DrawnTokens] | None = None) -> None:
+    async def _publish_progress(
+        self, call: DeviceCall, tokens: list[DrawnTokens] | None = None
+    ) -> None:
         content_type = call.payload.content_type
-        told = drawn or []
+        shown_tokens = tokens or []
         if content_type == JSON:
-            told = [as_lists(each) for each in told]
-        weights_seq = self.executor.applied if told else 0
-        progress = Progress(call.key, call.num_done, call.num_total, told, weights_seq)
+            shown_tokens = [as_lists(entry) for entry in shown_tokens]
+        weights_seq = self.executor.applied if shown_tokens else 0
+        progress = Progress(call.key, call.num_done, call.num_total, shown_tokens, weights_seq)
         subject = streams.progress_subject(call.key)
         try:
             await self.bus.client.publish(
@@ -316,40 +323,42 @@ class Leader:
 
     async def _execute(
         self, permit: Permit, payload: Stored | None, traceparent: str, batch: _PermitBatch
-    ) -> Ran:
+    ) -> PermitRun:
         started_s, clock_s = time.time(), time.perf_counter()
         try:
             call = self._call(permit, payload, traceparent)
         except PhaseloomError as error:
-            return Ran(failed(permit, error.info), started_s, time.perf_counter() - clock_s)
+            return PermitRun(failed(permit, error.info), started_s, time.perf_counter() - clock_s)
         ran = await self._outcome(call, batch)
         if not ran.duration_s:
             ran.started_unix_s, ran.duration_s = started_s, time.perf_counter() - clock_s
         return ran
 
-    async def _outcome(self, call: Call, batch: _PermitBatch) -> Ran:
+    async def _outcome(self, call: DeviceCall, batch: _PermitBatch) -> PermitRun:
         permit, args = call.permit, call.operation.args
         is_mutating = permit.kind in MUTATING_KINDS
 
-        def ended(completion: Completion, **more: Any) -> Ran:
-            return Ran(completion, call.started_unix_s, call.duration_s, share=call.share, **more)
+        def ended(completion: Completion, **details: Any) -> PermitRun:
+            return PermitRun(
+                completion, call.started_unix_s, call.duration_s, share=call.share, **details
+            )
 
         try:
             if isinstance(args, OptimStep) and permit.partial and not args.allow_partial:
                 self.executor.check(args)
-                share = replace(share_of(call), zero_gradients=True)
-                await self.ranks.everywhere(self.executor.backend.zero_gradients, share)
+                share = replace(state_share(call), zero_gradients=True)
+                await self.ranks.on_all_ranks(self.executor.backend.zero_gradients, share)
                 return ended(failed(permit, _PARTIAL))
             result = await self._run(call, batch)
-        except (NotNow, GroupLost):
+        except (OperationDeferred, GroupLost):
             raise
-        except Refused as refused:
+        except OperationRefused as refused:
             return ended(failed(permit, refused.error))
-        except Broken as broken:
-            error = _info(permit, broken.__cause__ or broken)
+        except RanksDiverged as broken:
+            error = _error_info(permit, broken.__cause__ or broken)
             return ended(failed(permit, error), is_dirty=is_mutating, broken=broken)
         except Exception as error:
-            return ended(failed(permit, _info(permit, error)), is_dirty=is_mutating)
+            return ended(failed(permit, _error_info(permit, error)), is_dirty=is_mutating)
         if result is None:
             cancelled = Completion(call.operation.id, Outcome.CANCELLED, error=_CANCELLED)
             return ended(cancelled)
@@ -363,7 +372,7 @@ class Leader:
             saved=args if isinstance(args, SaveState) else None,
         )
 
-    def _call(self, permit: Permit, payload: Stored | None, traceparent: str) -> Call:
+    def _call(self, permit: Permit, payload: Stored | None, traceparent: str) -> DeviceCall:
         if payload is None:
             raise ResourceError(
                 f"the payload of {permit.operation} is not in its stream", code=Code.DATA_LOSS
@@ -371,40 +380,40 @@ class Leader:
         content_type = content_type_for(payload)
         operation: Operation = decode(payload.payload, Operation, content_type)
         raw = Payload(permit.operation, payload.payload, content_type)
-        return Call(permit, operation, raw, traceparent)
+        return DeviceCall(permit, operation, raw, traceparent)
 
-    async def _run(self, call: Call, batch: _PermitBatch) -> Result | None:
+    async def _run(self, call: DeviceCall, batch: _PermitBatch) -> Result | None:
         args = call.operation.args
         if not kind_for(args).moves_state:
-            call.version = await self._named(args, call.permit)
+            call.version = await self._read_named(args, call.permit)
             return await self.queue.run(call)
         self.executor.check(args)
-        return await self._move(call, args, batch)
+        return await self._move_state(call, args, batch)
 
-    async def _named(self, args: Args, permit: Permit) -> Version | None:
+    async def _read_named(self, args: Args, permit: Permit) -> Version | None:
         """The weights that an operation names. Raises: NotNow, Refused."""
         try:
             return await self._weights.read(args, permit)
         except PhaseloomError as error:
-            raise not_had(error.info) from error
+            raise unavailable_error(error.info) from error
 
-    async def _move(self, call: Call, args: Args, batch: _PermitBatch) -> Result | None:
+    async def _move_state(self, call: DeviceCall, args: Args, batch: _PermitBatch) -> Result | None:
         match args:
             case PublishWeights():
-                return await self._moving.publish(call)
+                return await self._state_operations.publish(call)
             case SyncWeights():
-                return await self._moving.sync(call, args)
+                return await self._state_operations.sync(call, args)
             case SaveState():
                 if self.queue.is_cancelled(call.key):
                     return None
-                return await self._moving.save(
+                return await self._state_operations.save(
                     call, args, lambda: self._free_devices(call.permit, batch)
                 )
             case DeleteCheckpoint():
-                return await self._moving.delete(args)
+                return await self._state_operations.delete(args)
             case _:
                 assert isinstance(args, LoadState)
-                return await self._moving.load(call, args)
+                return await self._state_operations.load(call, args)
 
     async def _free_devices(self, permit: Permit, batch: _PermitBatch) -> None:
         """Free the devices for other operations after a save's state has been copied."""
@@ -412,13 +421,13 @@ class Leader:
             return  # a replay runs the later operations in order
         self._reading.discard(permit.operation)
         self._outcomes.unended.discard(permit.operation)
-        taken = StateSnapshotTaken(permit.operation, permit.epoch, permit.incarnation)
+        event = StateSnapshotTaken(permit.operation, permit.epoch, permit.incarnation)
         msg_id = f"snapshot:{permit.operation}:{permit.incarnation}:{permit.id}"
         # Free the devices first, so that the next permit finds the agent's lock free.
-        await self._note_free(permit.operation, batch)
-        await until_done(lambda: self.bus.log.append(taken, msg_id=msg_id), "append")
+        await self._release_devices(permit.operation, batch)
+        await until_done(lambda: self.bus.log.append(event, msg_id=msg_id), "append")
 
-    async def _note_free(self, operation: OperationKey, batch: _PermitBatch) -> None:
+    async def _release_devices(self, operation: OperationKey, batch: _PermitBatch) -> None:
         """Record that an operation no longer needs devices; notify the agent after the batch's last
         one."""
         if operation in batch.on_devices:
@@ -427,13 +436,13 @@ class Leader:
                 await self.ranks.agent.call(DevicesFreed(batch.first))
 
 
-def _is_to_run_again(permit: Permit, done: Completion) -> bool:
+def _must_run_again(permit: Permit, done: Completion) -> bool:
     """Whether a rebuild must run a finished operation again: it took effect or dropped
     gradients."""
     return permit.replay and (done.outcome is Outcome.COMPLETED or permit.partial)
 
 
-def _info(permit: Permit, error: BaseException) -> ErrorInfo:
+def _error_info(permit: Permit, error: BaseException) -> ErrorInfo:
     if isinstance(error, PhaseloomError):
         return error.info
     log.error("%s failed", permit.operation, exc_info=error)

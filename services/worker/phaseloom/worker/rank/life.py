@@ -41,7 +41,7 @@ from phaseloom.worker.rank.computeshare import ComputeShare
 from phaseloom.worker.rank.devicequeue import DeviceQueue
 from phaseloom.worker.rank.executor import Executor
 from phaseloom.worker.rank.follower import Follower
-from phaseloom.worker.rank.group import Ranks
+from phaseloom.worker.rank.group import WpgRanks
 from phaseloom.worker.rank.leader import Leader
 from phaseloom.worker.rank.wire import (
     AdjustShare,
@@ -71,7 +71,7 @@ _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 Answer = Callable[[RankMessage], Awaitable[RankMessage]]
 
 
-class Surroundings:
+class ProcessResources:
     """Resources shared by the ranks of a process."""
 
     def __init__(self, name: str) -> None:
@@ -96,12 +96,12 @@ class Surroundings:
             return self._bus
 
 
-class Rank:
+class RankRunner:
     """One rank. Call `run`, and then `end` if the process continues."""
 
-    def __init__(self, settings: RankConfig, surroundings: Surroundings) -> None:
+    def __init__(self, settings: RankConfig, resources: ProcessResources) -> None:
         self._settings = settings
-        self._surroundings = surroundings
+        self._resources = resources
         self._name = f"worker:{settings.deployment}"
         self._device_thread = ThreadPoolExecutor(
             1, thread_name_prefix="device", initializer=lifecycle.log_as, initargs=(self._name,)
@@ -131,7 +131,7 @@ class Rank:
         if self._agent is not None:
             await self._agent.close()
         if self._leader is not None:
-            self._leader.queue.give_up()
+            self._leader.queue.abandon_all()
 
     async def end(self) -> None:
         """Free all resources after `run` has ended and the device thread is idle."""
@@ -148,11 +148,11 @@ class Rank:
 
     async def _serve(self, agent: Peer[RankMessage]) -> None:
         settings = self._settings
-        ranks = Ranks(self._device_thread, agent, settings.num_ranks)
+        ranks = WpgRanks(self._device_thread, agent, settings.num_ranks)
         executor = await self._build(ranks, await _group(settings, agent))
         heap, backend = self._heap, executor.backend
         assert heap is not None
-        ranks = replace(ranks, share=_share_of(settings, backend))
+        ranks = replace(ranks, share=_compute_share(settings, backend))
         self._state = state = await RankStateClient.connect(
             settings.state_socket,
             settings.token,
@@ -168,7 +168,7 @@ class Rank:
             model=_identity(settings.spec.model),
         )
         if backend.host_bytes:
-            await ranks.here(lambda: backend.use_host_memory(state.host_memory))
+            await ranks.on_device_thread(lambda: backend.use_host_memory(state.host_memory))
         if executor.applied == 0:
             await _fill(settings, heap, executor, state, ranks)
         async with asyncio.TaskGroup() as tasks:
@@ -176,12 +176,12 @@ class Rank:
             running: list[asyncio.Task[None]] = []
             if settings.rank == 0:
                 queue = DeviceQueue(executor, ranks, settings.spec.batching)
-                bus = await self._surroundings.bus()
+                bus = await self._resources.bus()
                 self._leader = leader = Leader(settings, bus, state, executor, ranks, queue)
                 running.append(tasks.create_task(queue.serve()))
-                running.append(tasks.create_task(leader.tell_progress()))
-                running.append(tasks.create_task(leader.tell_drawn()))
-                running.append(tasks.create_task(leader.tell_gathered()))
+                running.append(tasks.create_task(leader.report_progress()))
+                running.append(tasks.create_task(leader.publish_tokens()))
+                running.append(tasks.create_task(leader.log_gathered_tails()))
                 answer = _leader_answers(leader)
             else:
                 answer = _follower_answers(Follower(settings, state, executor, ranks))
@@ -199,7 +199,7 @@ class Rank:
             log.info("agent or state manager gone after %.1f s", time.time() - started_s)
             await lifecycle.end(running)
 
-    async def _build(self, ranks: Ranks, group: RankGroup) -> Executor:
+    async def _build(self, ranks: WpgRanks, group: RankGroup) -> Executor:
         """Build the backend on its heap, initialised from the spec's seeds.
 
         The weights of a registered model are filled in later.
@@ -208,7 +208,7 @@ class Rank:
         factory, spec = backend_factory(settings.spec.backend), settings.spec
 
         def build() -> Backend:
-            with self._surroundings.building:
+            with self._resources.building:
                 memory = factory.plan(spec, group)
                 _check_room(settings, memory)
                 self._heap = devicememory.allocate(
@@ -219,7 +219,7 @@ class Rank:
                 )
                 return factory(spec, self._heap, group)
 
-        return Executor(settings, await ranks.here(build))
+        return Executor(settings, await ranks.on_device_thread(build))
 
 
 def _check_room(settings: RankConfig, memory: Memory) -> None:
@@ -240,11 +240,11 @@ def _check_room(settings: RankConfig, memory: Memory) -> None:
         )
 
 
-def _share_of(settings: RankConfig, backend: Backend) -> ComputeShare:
+def _compute_share(settings: RankConfig, backend: Backend) -> ComputeShare:
     """The rank's share of its device: all of it until the scheduler changes the share."""
     key = settings.deployment
 
-    def told(begin_s: float, end_s: float, units: Sequence[int]) -> None:
+    def record_interval(begin_s: float, end_s: float, units: Sequence[int]) -> None:
         telemetry.record(
             "share",
             begin_s,
@@ -257,14 +257,14 @@ def _share_of(settings: RankConfig, backend: Backend) -> ComputeShare:
             units=len(units),
         )
 
-    use = backend.use_threads if isinstance(backend, Divides) else _no_threads
-    share = ComputeShare(settings.device, settings.num_units, use, told)
+    use = backend.use_threads if isinstance(backend, Divides) else _keep_threads
+    share = ComputeShare(settings.device, settings.num_units, use, record_interval)
     if isinstance(backend, Divides):
-        backend.at_boundary = share.take
+        backend.at_boundary = share.apply_request
     return share
 
 
-def _no_threads(count: int) -> None:
+def _keep_threads(count: int) -> None:
     """Do nothing. Used for a backend that cannot set its number of threads. It is still pinned to
     the cores of its share."""
 
@@ -272,12 +272,12 @@ def _no_threads(count: int) -> None:
 def _identity(model: ModelSpec) -> str:
     """The digest of everything that determines a model's initial weights, regardless of
     training."""
-    known: tuple[object, ...] = (model.config, model.init_seed)
+    identity: tuple[object, ...] = (model.config, model.init_seed)
     if model.pinned is not None:
-        known = (model.config, [(file.name, file.blake3) for file in model.pinned.files])
+        identity = (model.config, [(file.name, file.blake3) for file in model.pinned.files])
     if model.adapter is not None:
-        known = (*known, model.adapter)
-    return blake3(msgspec.json.encode(known, order="deterministic")).hexdigest()
+        identity = (*identity, model.adapter)
+    return blake3(msgspec.json.encode(identity, order="deterministic")).hexdigest()
 
 
 async def _group(settings: RankConfig, agent: Peer[RankMessage]) -> RankGroup:
@@ -285,7 +285,7 @@ async def _group(settings: RankConfig, agent: Peer[RankMessage]) -> RankGroup:
 
     Raises: PhaseloomError: the incarnation is over.
     """
-    here = RankGroup(
+    group = RankGroup(
         settings.rank,
         settings.num_ranks,
         settings.store_path,
@@ -294,16 +294,16 @@ async def _group(settings: RankConfig, agent: Peer[RankMessage]) -> RankGroup:
         node_directory=str(Path(settings.agent_socket).parent),
     )
     if not settings.is_over_nodes:
-        return here
+        return group
     if settings.interface:
         # gloo and NCCL accept the interface only through the environment.
         os.environ |= dict.fromkeys(_INTERFACE_VARIABLES, settings.interface)
-    told, fds = await agent.call(MeetRanks(settings.token))
-    assert isinstance(told, MeetAt), told
+    meeting, fds = await agent.call(MeetRanks(settings.token))
+    assert isinstance(meeting, MeetAt), meeting
     return replace(
-        here,
+        group,
         store_path="",
-        store_address=told.address,
+        store_address=meeting.address,
         store_fd=fds[0] if fds else -1,
         store_prefix=f"{settings.deployment}/{settings.incarnation}",
     )
@@ -314,7 +314,7 @@ async def _fill(
     heap: DeviceMemory,
     executor: Executor,
     state: RankStateClient,
-    ranks: Ranks,
+    ranks: WpgRanks,
 ) -> None:
     """Fill the state if no seal was restored: from the job's checkpoint, the files of a registered
     model, or the seeds."""
@@ -325,7 +325,7 @@ async def _fill(
     files, adapter = settings.spec.model.pinned, settings.spec.model.adapter
     # an adapter starts from its seed on the registered base
     if files is not None and adapter is None:
-        await ranks.here(lambda: _read_files(heap, executor.backend, files))
+        await ranks.on_device_thread(lambda: _read_files(heap, executor.backend, files))
     await state.commit_initial(settings.applied)
 
 
@@ -352,7 +352,7 @@ def _leader_answers(leader: Leader) -> Answer:
             case TailReached():
                 leader.queue.tail_reached(body)
             case TokensDrawn():
-                leader.queue.tokens_drawn(body.operation, body.drawn)
+                leader.queue.queue_tokens(body.operation, body.tokens)
             case _:
                 raise InternalError(f"a leader does not answer {type(body).__name__}")
         return Done()

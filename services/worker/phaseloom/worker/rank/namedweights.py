@@ -48,13 +48,13 @@ from phaseloom.worker.backends.base import (
 from phaseloom.worker.core.reading import Reader, Runs
 from phaseloom.worker.rank.executor import Executor
 from phaseloom.worker.rank.weightsync import PartsReader, RankWeights
-from phaseloom.worker.state.borrowing import OwnBytes
+from phaseloom.worker.state.borrowing import SavedBytes
 from phaseloom.worker.state.client import RankStateClient
 from phaseloom.worker.state.copying import copy_rows
 from phaseloom.worker.state.heap import align
-from phaseloom.worker.state.versions import Opened
+from phaseloom.worker.state.versions import OpenedVersion
 
-Found = TypeVar("Found", AdapterVersion, WholeVersion)
+NamedVersion = TypeVar("NamedVersion", AdapterVersion, WholeVersion)
 
 
 class _PeftConfig(msgspec.Struct):
@@ -81,7 +81,7 @@ class WeightsReader:
     state: RankStateClient
     executor: Executor
     _read: WeakValueDictionary[str, Version] = field(default_factory=WeakValueDictionary)
-    _kept: OrderedDict[str, AdapterVersion] = field(default_factory=OrderedDict)
+    _cached: OrderedDict[str, AdapterVersion] = field(default_factory=OrderedDict)
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _weights: RankWeights = field(init=False)
 
@@ -101,21 +101,21 @@ class WeightsReader:
         try:
             if spec.model.adapter is not None and isinstance(backend, TakesAdapters):
                 if not spec.max_adapters:
-                    raise self._reads_none("declare it with max_adapters")
+                    raise self._unsupported_error("declare it with max_adapters")
                 if named.checkpoint:
-                    return await self._checkpoint(named, backend)
+                    return await self._adapter_checkpoint(named, backend)
                 assert permit is not None
-                return await self._version(permit, backend)
+                return await self._adapter_version(permit, backend)
             if not isinstance(backend, ReadsOthers):
-                raise self._reads_none("send it to a deployment of another backend")
+                raise self._unsupported_error("send it to a deployment of another backend")
             if named.checkpoint:
                 return await self._whole_checkpoint(named)
             assert permit is not None
             return await self._whole_version(permit)
         except CallerError as error:
-            raise to_exception(_of_field(error.info, named)) from error
+            raise to_exception(_with_field(error.info, named)) from error
 
-    def _reads_none(self, remedy: str) -> CallerError:
+    def _unsupported_error(self, remedy: str) -> CallerError:
         return CallerError(
             f"{self.executor.settings.deployment.deployment} reads no weights but its own",
             code=Code.FAILED_PRECONDITION,
@@ -130,11 +130,11 @@ class WeightsReader:
         assert ticket is not None
         name = str(ticket.version)
         async with self._lock(name):
-            own = await self._own()
-            version = self._read.get(_beside(name, own))
+            saved = await self._save_current()
+            version = self._read.get(_replacement_key(name, saved))
             if version is None:
                 fetched = await self._weights.fetch(ticket.version, permit)
-                version = self._lent(name, fetched.pieces, own)
+                version = self._register_whole(name, fetched.pieces, saved)
         assert isinstance(version, WholeVersion)
         return version
 
@@ -149,27 +149,27 @@ class WeightsReader:
 
         async def read(opened: SavedOpened, name: str) -> WholeVersion:
             self._check_kind(opened)
-            whole = tensors_of(self.executor.backend.version_slots)
-            if tensors_of(TensorTable.read(opened.tensors).tensors) != whole:
-                raise _not_read("its tensors are others")
-            own = await self._own()
-            version = self._read.get(_beside(name, own))
+            tensors = tensors_of(self.executor.backend.version_slots)
+            if tensors_of(TensorTable.read(opened.tensors).tensors) != tensors:
+                raise _unusable_error("its tensors are others")
+            saved = await self._save_current()
+            version = self._read.get(_replacement_key(name, saved))
             if version is None:
                 memory = await self.state.read_saved(checkpoint, source)
                 slots = self.executor.weight_slots
                 runs = [StridedRanges(slot.offset, slot.offset, slot.num_bytes) for slot in slots]
-                version = self._lent(name, [(memory, runs)], own)
+                version = self._register_whole(name, [(memory, runs)], saved)
             assert isinstance(version, WholeVersion)
             return version
 
-        return await self._steadily(checkpoint, source, read)
+        return await self._read_unchanged(checkpoint, source, read)
 
-    async def _steadily(
+    async def _read_unchanged(
         self,
         checkpoint: str,
         source: str,
-        read: Callable[[SavedOpened, str], Awaitable[Found]],
-    ) -> Found:
+        read: Callable[[SavedOpened, str], Awaitable[NamedVersion]],
+    ) -> NamedVersion:
         """Read the checkpoint that currently has the name, and retry if it is overwritten
         meanwhile.
 
@@ -180,7 +180,7 @@ class WeightsReader:
             opened = now
             error: PhaseloomError | None = None
             try:
-                found = await read(opened, f"{source}/{checkpoint}@{opened.identity}")
+                version = await read(opened, f"{source}/{checkpoint}@{opened.identity}")
             except PhaseloomError as failure:
                 error = failure
             now = await self.state.open_saved(checkpoint, source)
@@ -188,39 +188,39 @@ class WeightsReader:
                 continue  # overwritten during the read
             if error is not None:
                 raise error
-            return found
+            return version
 
     def _check_kind(self, opened: SavedOpened) -> None:
         """Check that a checkpoint can replace the deployment's current weights.
 
         Raises: CallerError: only one of the two has an adapter, or the adapters differ.
         """
-        own = self.executor.settings.spec.model.adapter
-        if own is None and opened.adapter_config:
-            raise _not_read("it is of an adapter, and this deployment has all weights")
-        if own is None:
+        adapter = self.executor.settings.spec.model.adapter
+        if adapter is None and opened.adapter_config:
+            raise _unusable_error("it is of an adapter, and this deployment has all weights")
+        if adapter is None:
             return
         if not opened.adapter_config:
-            raise _not_read("it has all weights of its model, and no adapter")
-        theirs = self._adapter(opened)
-        if (theirs.rank, theirs.alpha) != (own.rank, own.alpha):
-            raise _not_read(
-                f"its adapter has rank {theirs.rank} and alpha {theirs.alpha:g}, this deployment's "
-                f"rank {own.rank} and alpha {own.alpha:g}"
+            raise _unusable_error("it has all weights of its model, and no adapter")
+        actual = self._adapter(opened)
+        if (actual.rank, actual.alpha) != (adapter.rank, adapter.alpha):
+            raise _unusable_error(
+                f"its adapter has rank {actual.rank} and alpha {actual.alpha:g}, this deployment's "
+                f"rank {adapter.rank} and alpha {adapter.alpha:g}"
             )
 
-    async def _own(self) -> OwnBytes:
+    async def _save_current(self) -> SavedBytes:
         """Memory that saves the heap's current weights while other weights replace them."""
         backend, num_bytes = self.executor.backend, self.state.weights_bytes
         if isinstance(backend, LendsMore):
             num_bytes = backend.lent_bytes
-        return await self.state.loans.for_own(num_bytes, self.executor.applied)
+        return await self.state.loans.borrow_to_save(num_bytes, self.executor.applied)
 
-    def _lent(
-        self, name: str, pieces: list[tuple[memoryview, Runs]], own: OwnBytes
+    def _register_whole(
+        self, name: str, pieces: list[tuple[memoryview, Runs]], saved: SavedBytes
     ) -> WholeVersion:
-        version = WholeVersion(name, lambda: self.state.versions.lent(pieces, own))
-        self._read[_beside(name, own)] = version
+        version = WholeVersion(name, lambda: self.state.versions.temporarily_loaded(pieces, saved))
+        self._read[_replacement_key(name, saved)] = version
         return version
 
     def _source(self, named: NamedWeights) -> str:
@@ -228,7 +228,7 @@ class WeightsReader:
 
     # --- versions of adapters ---------------------------------------------------------------------
 
-    async def _version(self, permit: Permit, backend: TakesAdapters) -> AdapterVersion:
+    async def _adapter_version(self, permit: Permit, backend: TakesAdapters) -> AdapterVersion:
         adapter, ticket = permit.adapter, permit.ticket
         assert adapter is not None, "the scheduler says what the version is"
         assert ticket is not None
@@ -239,15 +239,15 @@ class WeightsReader:
                 opened = await self.state.versions.open(
                     ticket.version, permit.sources, ticket, permit=permit.id
                 )
-                slots, memory = await self._whole(opened, permit, backend.adapter_slots(adapter))
+                slots, memory = await self._assemble(opened, permit, backend.adapter_slots(adapter))
                 version = AdapterVersion(name, adapter, slots, memory)
                 backend.check_adapter(version)
                 self._read[name] = version
         assert isinstance(version, AdapterVersion)
         return version
 
-    async def _whole(
-        self, opened: Opened, permit: Permit, slots: list[TensorSlot]
+    async def _assemble(
+        self, opened: OpenedVersion, permit: Permit, slots: list[TensorSlot]
     ) -> tuple[list[TensorSlot], memoryview]:
         """The tensors of a version and the memory that contains them.
 
@@ -268,28 +268,30 @@ class WeightsReader:
 
     # --- checkpoints of adapters ------------------------------------------------------------------
 
-    async def _checkpoint(self, named: NamedWeights, backend: TakesAdapters) -> AdapterVersion:
+    async def _adapter_checkpoint(
+        self, named: NamedWeights, backend: TakesAdapters
+    ) -> AdapterVersion:
         source = self._source(named)
         async with self._lock(f"{source}/{named.checkpoint}"):
-            version = await self._from_files(named.checkpoint, source)
+            version = await self._adapter_from_files(named.checkpoint, source)
             backend.check_adapter(version)
-            self._keep(version)
+            self._cache(version)
         return version
 
-    async def _from_files(self, checkpoint: str, source: str) -> AdapterVersion:
+    async def _adapter_from_files(self, checkpoint: str, source: str) -> AdapterVersion:
         """Return the checkpoint's current adapter, cached or read from its files."""
 
         async def read(opened: SavedOpened, name: str) -> AdapterVersion:
             if not opened.adapter_config:
-                raise _not_read("it has all weights of its model, and no adapter")
-            version = self._kept.get(name)
+                raise _unusable_error("it has all weights of its model, and no adapter")
+            version = self._cached.get(name)
             if version is None:
                 slots = TensorTable.read(opened.tensors).tensors
                 memory = await self.state.read_saved(checkpoint, source, _end(slots))
                 version = AdapterVersion(name, self._adapter(opened), slots, memory)
             return version
 
-        return await self._steadily(checkpoint, source, read)
+        return await self._read_unchanged(checkpoint, source, read)
 
     def _adapter(self, opened: SavedOpened) -> Adapter:
         """Parse a checkpoint's adapter config. Raises: CallerError: this rank cannot use the
@@ -297,34 +299,34 @@ class WeightsReader:
         try:
             config = msgspec.json.decode(opened.adapter_config, type=_PeftConfig)
         except msgspec.DecodeError as error:
-            raise _not_read(f"its config is none of a LoRA adapter: {error}") from None
+            raise _unusable_error(f"its config is none of a LoRA adapter: {error}") from None
         if config.use_rslora or config.use_dora or config.rank_pattern or config.alpha_pattern:
-            raise _not_read("it scales its layers in a way of its own")
+            raise _unusable_error("it scales its layers in a way of its own")
         base = self.executor.settings.spec.model.registered
         if opened.operation and config.base_model_name_or_path != base:
-            raise _not_read(f"it is on {config.base_model_name_or_path!r}, not on {base!r}")
+            raise _unusable_error(f"it is on {config.base_model_name_or_path!r}, not on {base!r}")
         return Adapter(rank=config.r, alpha=config.lora_alpha)
 
-    def _keep(self, version: AdapterVersion) -> None:
-        self._kept[version.name] = version
-        self._kept.move_to_end(version.name)
-        while len(self._kept) > self.executor.settings.spec.max_adapters:
-            self._kept.popitem(last=False)
+    def _cache(self, version: AdapterVersion) -> None:
+        self._cached[version.name] = version
+        self._cached.move_to_end(version.name)
+        while len(self._cached) > self.executor.settings.spec.max_adapters:
+            self._cached.popitem(last=False)
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
 
 
-def _beside(name: str, own: OwnBytes) -> str:
+def _replacement_key(name: str, saved: SavedBytes) -> str:
     """The key of weights read as a replacement for the current weights at this seq."""
-    return f"{name} in place of {own.applied}"
+    return f"{name} in place of {saved.applied}"
 
 
 def _end(slots: list[TensorSlot]) -> int:
     return align(max(slot.offset + slot.num_bytes for slot in slots))
 
 
-def _of_field(error: ErrorInfo, named: NamedWeights) -> ErrorInfo:
+def _with_field(error: ErrorInfo, named: NamedWeights) -> ErrorInfo:
     """Name the request field that selected the weights in a refusal."""
     if error.field.startswith("args.weights"):
         return error
@@ -332,9 +334,9 @@ def _of_field(error: ErrorInfo, named: NamedWeights) -> ErrorInfo:
     return replace(error, field=field, remedy=error.remedy or "name weights of the same model")
 
 
-def _not_read(why: str) -> CallerError:
+def _unusable_error(reason: str) -> CallerError:
     return CallerError(
-        f"this deployment cannot read with the checkpoint: {why}",
+        f"this deployment cannot read with the checkpoint: {reason}",
         code=Code.FAILED_PRECONDITION,
         field="args.weights.checkpoint",
         remedy="name one of a deployment of the same model, both with an adapter or both without",

@@ -40,7 +40,7 @@ from phaseloom.common.transport.groupcommit import GroupCommit
 from phaseloom.common.transport.link import AlreadyStored
 from phaseloom.common.transport.retry import until_done
 from phaseloom.common.transport.stored import Stored
-from phaseloom.worker.rank.group import Broken
+from phaseloom.worker.rank.group import RanksDiverged
 from phaseloom.worker.rank.wire import RankConfig
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ _TOO_LARGE = ErrorInfo(
 
 
 @dataclass(slots=True)
-class Ran:
+class PermitRun:
     """The result of running a permit, with times and shares."""
 
     completion: Completion
@@ -66,7 +66,7 @@ class Ran:
     duration_s: float
     is_dirty: bool = False
     """Whether the state is one that no completed operation produced."""
-    broken: Broken | None = None
+    broken: RanksDiverged | None = None
     """The error after which the ranks cannot continue together; None: they can."""
     num_tokens: int = 0
     share: float = 1.0
@@ -94,7 +94,7 @@ class Outcomes:
     def __post_init__(self) -> None:
         self._finished = GroupCommit(self._append, lambda: bool(self.unended), MAX_WAIT_S)
 
-    async def give_back(self, permit: Permit, error: ErrorInfo) -> None:
+    async def return_permit(self, permit: Permit, error: ErrorInfo) -> None:
         """Return a permit under which nothing has changed, so that the scheduler issues it
         again."""
         log.warning("permit of %s returned: %s", permit.operation, error.message)
@@ -102,12 +102,12 @@ class Outcomes:
         msg_id = f"returned:{permit.operation}:{permit.id}"
         await until_done(lambda: self.bus.log.append(returned, msg_id=msg_id), "append")
 
-    async def tell(
+    async def store_and_log(
         self,
         permit: Permit,
         payload: Stored | None,
         done: Completion | None,
-        ran: Ran,
+        ran: PermitRun,
         parent: Context,
     ) -> None:
         """Store the outcome, unless one is stored; then append the operation's end to the decision
@@ -121,7 +121,7 @@ class Outcomes:
         if done is None:
             completion, done = await self._store(permit, completion, payload, parent)
         if done is not None:
-            await self._compare(permit, done, completion)
+            await self._check_same(permit, done, completion)
             if completion.outcome is not done.outcome and permit.kind in MUTATING_KINDS:
                 # The stored outcome is authoritative, but this incarnation's state does not match
                 # it.
@@ -134,17 +134,19 @@ class Outcomes:
         attributes = self._attributes(permit)
         span = telemetry.record("execute", ran.started_unix_s, end_s, parent, **attributes)
         self._record_sub_stages(ran, telemetry.child_context(span), attributes)
-        await self.finished(permit, completion, parent, ran)
+        await self.log_end(permit, completion, parent, ran)
 
-    def _record_sub_stages(self, ran: Ran, parent: Context, attributes: dict[str, Any]) -> None:
+    def _record_sub_stages(
+        self, ran: PermitRun, parent: Context, attributes: dict[str, Any]
+    ) -> None:
         """Record a span for each sub-stage of the leader's replica if it has several."""
         stages = split_runs([run for run in ran.steps if run.replica == 0])
         start_s = ran.started_unix_s
         for stage in stages if len(stages) > 1 else ():
             end_s = start_s + stage.duration_s
             step = round(stage.tokens / stage.steps)
-            more = {**attributes, "steps": stage.steps, "tokens_per_step": step}
-            telemetry.record("sub-stage", start_s, end_s, parent, **more)
+            stage_attributes = {**attributes, "steps": stage.steps, "tokens_per_step": step}
+            telemetry.record("sub-stage", start_s, end_s, parent, **stage_attributes)
             start_s = end_s
 
     async def _store(
@@ -178,7 +180,7 @@ class Outcomes:
             return completion, None if first == completion else first
         return completion, None
 
-    async def _compare(self, permit: Permit, done: Completion, again: Completion) -> None:
+    async def _check_same(self, permit: Permit, done: Completion, again: Completion) -> None:
         if (done.outcome, done.result) != (again.outcome, again.result):
             await self.notice(
                 "outcome differs",
@@ -186,8 +188,8 @@ class Outcomes:
                 permit.operation,
             )
 
-    async def finished(
-        self, permit: Permit, completion: Completion, parent: Context, ran: Ran | None = None
+    async def log_end(
+        self, permit: Permit, completion: Completion, parent: Context, ran: PermitRun | None = None
     ) -> None:
         """Append to the decision log that an operation has ended.
 
@@ -219,16 +221,16 @@ class Outcomes:
         event: Event = ended[0].event
         msg_id = ended[0].msg_id
         if len(ended) > 1:
-            event = OperationsFinished([one.event for one in ended])
+            event = OperationsFinished([end.event for end in ended])
             msg_id = f"{msg_id}+{len(ended)}"
         await until_done(lambda: self.bus.log.append(event, msg_id=msg_id), "append")
 
-    async def notice(self, what: str, why: str, operation: OperationKey) -> None:
+    async def notice(self, label: str, reason: str, operation: OperationKey) -> None:
         """Publish a notice for people; no service decides by it."""
         try:
-            await self.bus.notice("worker", what, why, str(operation))
+            await self.bus.notice("worker", label, reason, str(operation))
         except nats.errors.Error as error:
-            log.warning("%s: %s (%s); nobody was told: %r", operation, what, why, error)
+            log.warning("%s: %s (%s); nobody was told: %r", operation, label, reason, error)
 
     def _attributes(self, permit: Permit) -> dict[str, Any]:
         key = permit.operation

@@ -23,7 +23,7 @@ from phaseloom.common.contract.state_rank import Done
 from phaseloom.common.observability import telemetry
 from phaseloom.common.process import config, lifecycle
 from phaseloom.common.transport.framing import Peer, close_fds
-from phaseloom.worker.rank.life import Rank, Surroundings
+from phaseloom.worker.rank.life import ProcessResources, RankRunner
 from phaseloom.worker.rank.wire import (
     EndRank,
     HostConfig,
@@ -61,12 +61,12 @@ def main(config_json: str) -> None:
         keep_freed_memory()
 
     async def run_and_exit() -> None:
-        surroundings = Surroundings(f"worker {name}")
+        resources = ProcessResources(f"worker {name}")
         try:
             if isinstance(settings, RankConfig):
-                await Rank(settings, surroundings).run()
+                await RankRunner(settings, resources).run()
             else:
-                await Host(settings, surroundings).run()
+                await RankHost(settings, resources).run()
         finally:
             flush()
             # A rank without its agent must not linger. Exit without waiting for the device thread,
@@ -91,13 +91,13 @@ def keep_freed_memory() -> None:
         mallopt(_M_TOP_PAD, _KEPT_BYTES)
 
 
-class Host:
+class RankHost:
     """A process shared by several ranks."""
 
-    def __init__(self, settings: HostConfig, surroundings: Surroundings) -> None:
+    def __init__(self, settings: HostConfig, resources: ProcessResources) -> None:
         self._settings = settings
-        self._surroundings = surroundings
-        self._running: dict[str, tuple[Rank, asyncio.Task[None]]] = {}
+        self._resources = resources
+        self._running: dict[str, tuple[RankRunner, asyncio.Task[None]]] = {}
         """Token → a rank and the task of its `run`."""
 
     async def run(self) -> None:
@@ -125,7 +125,7 @@ class Host:
 
     async def _host(self, settings: RankConfig) -> None:
         """Run a rank to its end."""
-        rank = Rank(settings, self._surroundings)
+        rank = RankRunner(settings, self._resources)
         running = asyncio.create_task(rank.run())
         self._running[settings.token] = rank, running
         await asyncio.wait([running])

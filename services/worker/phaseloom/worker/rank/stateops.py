@@ -40,9 +40,9 @@ from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.tensors.modelfiles import is_companion
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.retry import until_done
-from phaseloom.worker.rank.calls import Call
-from phaseloom.worker.rank.executor import Executor, Refused, not_had
-from phaseloom.worker.rank.group import GroupLost, Ranks
+from phaseloom.worker.rank.calls import DeviceCall
+from phaseloom.worker.rank.executor import Executor, OperationRefused, unavailable_error
+from phaseloom.worker.rank.group import GroupLost, WpgRanks
 from phaseloom.worker.rank.outcomes import Outcomes
 from phaseloom.worker.rank.weightsync import FetchedVersion, RankWeights, or_failed
 from phaseloom.worker.rank.wire import PartWritten, RankConfig, RunShare, ShareResult
@@ -61,7 +61,7 @@ class StateOperations:
     bus: Bus
     state: RankStateClient
     executor: Executor
-    ranks: Ranks
+    ranks: WpgRanks
     outcomes: Outcomes
     weights: RankWeights = field(init=False)
     _synced: SyncWeightsResult | None = None
@@ -73,7 +73,7 @@ class StateOperations:
     def __post_init__(self) -> None:
         self.weights = RankWeights(self.settings, self.state.versions, self.executor)
 
-    async def publish(self, call: Call) -> PublishWeightsResult:
+    async def publish(self, call: DeviceCall) -> PublishWeightsResult:
         """Run a `publish_weights`.
 
         Raises: Refused: nothing was published. Broken: only some of the ranks have published.
@@ -84,10 +84,10 @@ class StateOperations:
         try:
             copy = await self._write_version(call, version)
         except PhaseloomError as error:
-            raise Refused(error.info) from error
+            raise OperationRefused(error.info) from error
         return PublishWeightsResult(seq, copy.digest, copy.num_bytes)
 
-    async def _write_version(self, call: Call, version: VersionKey) -> VersionCopy:
+    async def _write_version(self, call: DeviceCall, version: VersionKey) -> VersionCopy:
         """Write this deployment's weights as a version.
 
         Raises: PhaseloomError: nothing was written. Broken: only some of the ranks have written.
@@ -95,75 +95,84 @@ class StateOperations:
         weights = self.weights
         if self.ranks.is_alone:
             return await self.state.versions.create(version, self.executor.weight_slots)
-        mine, others = await self._prepared(weights.write(version), call)
-        parts = [mine, *(each.part for each in others if isinstance(each, PartWritten))]
+        local_part, peer_results = await self._prepare_all(weights.write(version), call)
+        parts = [
+            local_part,
+            *(result.part for result in peer_results if isinstance(result, PartWritten)),
+        ]
         manifest = weights.manifest(parts) if weights.is_in_parts else None
-        share = replace(share_of(call), manifest=manifest)
-        copy, _ = await self.ranks.together(self._committed(version, mine, manifest), share)
+        share = replace(state_share(call), manifest=manifest)
+        copy, _ = await self.ranks.together(self._commit(version, local_part, manifest), share)
         return copy
 
-    async def _committed(
-        self, version: VersionKey, mine: VersionPart | None, manifest: VersionParts | None
+    async def _commit(
+        self, version: VersionKey, local_part: VersionPart | None, manifest: VersionParts | None
     ) -> VersionCopy:
         if manifest is not None:
             return await self.state.versions.commit_parts(version, manifest)
-        assert mine is not None
-        return VersionCopy(mine.digest, mine.num_bytes, is_new=True)
+        assert local_part is not None
+        return VersionCopy(local_part.digest, local_part.num_bytes, is_new=True)
 
-    async def _prepared(self, own: Awaitable[T], call: Call) -> tuple[T, list[ShareResult]]:
+    async def _prepare_all(
+        self, local: Awaitable[T], call: DeviceCall
+    ) -> tuple[T, list[ShareResult]]:
         """Run the first call, in which all ranks prepare and nothing changes; return their results.
 
         Raises: PhaseloomError: a rank could not prepare. Broken.
         """
-        return await self._answered(own, replace(share_of(call), prepares=True))
+        return await self._run_fallible(local, replace(state_share(call), prepares=True))
 
-    async def _on_all_nodes(self, own: Awaitable[None], call: Call) -> None:
+    async def _on_all_nodes(self, local: Awaitable[None], call: DeviceCall) -> None:
         """Have each node's state manager act for the ranks of its node.
 
         Raises: PhaseloomError: one of them failed. Broken.
         """
         if self.settings.is_over_nodes:
-            await self._prepared(own, call)
+            await self._prepare_all(local, call)
         else:
-            await own
+            await local
 
-    async def _answered(self, own: Awaitable[T], share: RunShare) -> tuple[T, list[ShareResult]]:
+    async def _run_fallible(
+        self, local: Awaitable[T], share: RunShare
+    ) -> tuple[T, list[ShareResult]]:
         """Run a call in which a rank may fail without harming the others; return their results.
 
         Raises: PhaseloomError: one of them failed. Broken.
         """
-        mine, shares = await self.ranks.together(or_failed(own), share)
-        others = [results[0] for results in shares]
-        if isinstance(mine, Failed):
-            raise to_exception(mine.error)
-        for each in others:
-            if isinstance(each, Failed):
-                raise to_exception(each.error)
-        return mine, others
+        local_result, shares = await self.ranks.together(or_failed(local), share)
+        peer_results = [results[0] for results in shares]
+        if isinstance(local_result, Failed):
+            raise to_exception(local_result.error)
+        for peer_result in peer_results:
+            if isinstance(peer_result, Failed):
+                raise to_exception(peer_result.error)
+        return local_result, peer_results
 
-    async def sync(self, call: Call, args: SyncWeights) -> SyncWeightsResult:
+    async def sync(self, call: DeviceCall, args: SyncWeights) -> SyncWeightsResult:
         """Run a `sync_weights`.
 
         Raises: NotNow, Refused: nothing was written. Any other error: it failed half-way.
         """
-        own = self.settings.deployment
-        version = VersionKey(DeploymentKey(own.tenant, own.job, args.policy), args.version)
+        deployment = self.settings.deployment
+        version = VersionKey(
+            DeploymentKey(deployment.tenant, deployment.job, args.policy), args.version
+        )
         try:
             with self.executor.syncing(args):
                 fetched = await self._read_version(call, version)
         except PhaseloomError as error:
-            raise not_had(error.info) from error
+            raise unavailable_error(error.info) from error
         assert call.key.seq is not None
         # The weights are replaced now, so an error from here on invalidates the incarnation.
         if fetched.is_whole:
             await self.state.versions.hold(version, call.key.seq)
-        before, self._synced = self._synced, SyncWeightsResult(args.version, fetched.digest)
-        if before is not None and before.digest == fetched.digest:
-            why = f"version {args.version} has the weights of version {before.version}"
-            await self.outcomes.notice("sync changed nothing", why, call.key)
+        previous, self._synced = self._synced, SyncWeightsResult(args.version, fetched.digest)
+        if previous is not None and previous.digest == fetched.digest:
+            reason = f"version {args.version} has the weights of version {previous.version}"
+            await self.outcomes.notice("sync changed nothing", reason, call.key)
         return self._synced
 
-    async def _read_version(self, call: Call, version: VersionKey) -> FetchedVersion:
+    async def _read_version(self, call: DeviceCall, version: VersionKey) -> FetchedVersion:
         """Fetch a version and replace all ranks' weights with it.
 
         Raises: PhaseloomError: nothing was written. Any other error: it failed half-way.
@@ -171,12 +180,12 @@ class StateOperations:
         weights, permit = self.weights, call.permit
         if self.ranks.is_alone:
             return await weights.load(version, permit)
-        fetched, _ = await self._prepared(weights.fetch(version, permit), call)
-        await self.ranks.together(weights.take(fetched), share_of(call))
+        fetched, _ = await self._prepare_all(weights.fetch(version, permit), call)
+        await self.ranks.together(weights.apply(fetched), state_share(call))
         return fetched
 
     async def save(
-        self, call: Call, args: SaveState, free_devices: Callable[[], Awaitable[None]]
+        self, call: DeviceCall, args: SaveState, free_devices: Callable[[], Awaitable[None]]
     ) -> SaveStateResult:
         """Run a `save_state`: copy the state while the devices wait, then write it while they
         continue.
@@ -201,7 +210,7 @@ class StateOperations:
             call.duration_s = time.perf_counter() - clock_s
             await free_devices()
             if self.settings.is_over_nodes:
-                await self._answered(asyncio.sleep(0), share_of(call))
+                await self._run_fallible(asyncio.sleep(0), state_share(call))
             sha256 = await self.state.write_checkpoint(
                 operation,
                 args.name,
@@ -215,9 +224,9 @@ class StateOperations:
             if error.info.code is Code.ABORTED:
                 # The agent is gone, and with it the snapshot; this rank will end soon.
                 raise GroupLost from error
-            raise Refused(error.info) from error
-        own = self.settings.deployment
-        result = SaveStateResult(f"{own.job}/{own.deployment}/{args.name}", sha256)
+            raise OperationRefused(error.info) from error
+        deployment = self.settings.deployment
+        result = SaveStateResult(f"{deployment.job}/{deployment.deployment}/{args.name}", sha256)
         if args.controller_blob:
             result = replace(result, checkpoints=await self._put_checkpoint(permit, args))
         return result
@@ -250,20 +259,20 @@ class StateOperations:
                 raise needed_error(args.name)
             return DeleteCheckpointResult(await self.state.remove_checkpoint(args.name))
         except PhaseloomError as error:
-            raise Refused(error.info) from error
+            raise OperationRefused(error.info) from error
 
     async def _needed(self) -> set[str]:
         """The names of this deployment's checkpoints that the job may fall back to."""
-        last, own = await self._last_checkpoint(), self.settings.deployment
+        last, deployment = await self._last_checkpoint(), self.settings.deployment
         needed = {self._fallback} - {""}
-        if last is not None and own.deployment in last.checkpoints:
-            needed.add(last.checkpoints[own.deployment])
+        if last is not None and deployment.deployment in last.checkpoints:
+            needed.add(last.checkpoints[deployment.deployment])
         return needed
 
     async def _last_checkpoint(self) -> Checkpoint | None:
         return await last_checkpoint(self.bus, self.settings.deployment.job_key)
 
-    async def load(self, call: Call, args: LoadState) -> LoadStateResult:
+    async def load(self, call: DeviceCall, args: LoadState) -> LoadStateResult:
         """Run a `load_state`.
 
         Raises: Refused: nothing was changed. Any other error: it failed half-way.
@@ -273,10 +282,12 @@ class StateOperations:
                 args.name, args.source, optimizer=args.optimizer, load=call.operation.id
             )
         except PhaseloomError as error:
-            raise Refused(error.info) from error
+            raise OperationRefused(error.info) from error
         # This node's state is already replaced, so a failure on another node cannot be undone.
         await self._on_all_nodes(asyncio.sleep(0), call)
-        loaded, _ = await self.ranks.everywhere(lambda: self.executor.compute(args), share_of(call))
+        loaded, _ = await self.ranks.on_all_ranks(
+            lambda: self.executor.compute(args), state_share(call)
+        )
         assert isinstance(loaded, LoadStateResult)
         if expected not in {"", loaded.weights_sha256}:
             raise ResourceError(
@@ -292,9 +303,9 @@ class StateOperations:
         checkpoints = {**args.checkpoints, key.deployment: args.name}
         checkpoint = Checkpoint(key.deployment, key.seq or 0, checkpoints, args.controller_blob)
         value, kv_key = encode(checkpoint), str(key.job_key)
-        before = await self._last_checkpoint()
-        if before is not None and before != checkpoint:
-            self._fallback = before.checkpoints.get(key.deployment, "")
+        previous = await self._last_checkpoint()
+        if previous is not None and previous != checkpoint:
+            self._fallback = previous.checkpoints.get(key.deployment, "")
         await until_done(
             lambda: self.bus.keys.put(Bucket.CHECKPOINTS, kv_key, value), "store the checkpoint"
         )
@@ -310,5 +321,5 @@ def _companions(model: ModelSpec) -> ModelDirectory | None:
     return replace(model.pinned, files=files)
 
 
-def share_of(call: Call) -> RunShare:
+def state_share(call: DeviceCall) -> RunShare:
     return RunShare([call.payload], call.permit, call.traceparent)

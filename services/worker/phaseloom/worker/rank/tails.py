@@ -22,31 +22,31 @@ from phaseloom.common.contract.kinds import merge_metrics
 from phaseloom.common.contract.operations import DrawnTokens, Generate, GenerateResult
 
 
-class Tail:
+class TailMonitor:
     """Reports once when only the tail of this rank's share remains."""
 
     def __init__(
-        self, requests: Sequence[Generate], tail_share: float, tell: Callable[[], None]
+        self, requests: Sequence[Generate], tail_share: float, report: Callable[[], None]
     ) -> None:
         self._open = [len(args.prompts) * args.num_samples for args in requests]
         self._tail = tail_share * sum(self._open)
-        self._tell = tell
-        self._has_told = False
-        self._look()
+        self._report = report
+        self._has_reported = False
+        self._report_if_reached()
 
     def still_open(self, i: int, num_samples: int) -> None:
         """Record how many samples of a request have not ended."""
         self._open[i] = num_samples
-        self._look()
+        self._report_if_reached()
 
-    def _look(self) -> None:
-        if not self._has_told and sum(self._open) <= self._tail:
-            self._has_told = True
-            self._tell()
+    def _report_if_reached(self) -> None:
+        if not self._has_reported and sum(self._open) <= self._tail:
+            self._has_reported = True
+            self._report()
 
 
 @dataclass(slots=True)
-class Reached:
+class TailBarrier:
     """The ranks of a running call that have reported that only their tail remains."""
 
     operation: OperationKey
@@ -54,55 +54,55 @@ class Reached:
     num_ranks: int
     is_stopping: bool = False
     _ranks: set[int] = field(default_factory=set)
-    _by_all: asyncio.Event = field(default_factory=asyncio.Event)
+    _all_reached: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, rank: int) -> None:
         self._ranks.add(rank)
         if len(self._ranks) == self.num_ranks:
-            self._by_all.set()
+            self._all_reached.set()
 
-    async def by_all(self) -> None:
-        await self._by_all.wait()
+    async def wait_for_all(self) -> None:
+        await self._all_reached.wait()
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class Remainder:
     """The remaining samples of one `generate`, and its results so far."""
 
     args: Generate
     """A request for one sample of each prompt; each prompt continues an open sample."""
-    had: GenerateResult
-    places: list[tuple[int, int]]
+    partial: GenerateResult
+    positions: list[tuple[int, int]]
     """The (prompt, sample) of each open sample."""
 
-    def completed(self, rest: GenerateResult) -> GenerateResult:
+    def complete_with(self, remainder: GenerateResult) -> GenerateResult:
         """Combine the earlier results with those of the remaining samples."""
-        sequences = [[*group] for group in self.had.sequences]
-        for (prompt, sample), (sequence,) in zip(self.places, rest.sequences, strict=True):
+        sequences = [[*group] for group in self.partial.sequences]
+        for (prompt, sample), (sequence,) in zip(self.positions, remainder.sequences, strict=True):
             sequences[prompt][sample] = extended(sequences[prompt][sample], sequence)
-        metrics = merge_metrics([self.had.metrics, rest.metrics])
-        return replace(self.had, sequences=sequences, metrics=metrics)
+        metrics = merge_metrics([self.partial.metrics, remainder.metrics])
+        return replace(self.partial, sequences=sequences, metrics=metrics)
 
-    def placed(self, drawn: DrawnTokens) -> DrawnTokens:
+    def with_position(self, tokens: DrawnTokens) -> DrawnTokens:
         """Translate tokens drawn for `args` to their positions in the whole operation."""
-        prompt, sample = self.places[drawn.prompt]
-        had = length(self.had.sequences[prompt][sample].tokens)
-        return replace(drawn, prompt=prompt, sample=sample, offset=had + drawn.offset)
+        prompt, sample = self.positions[tokens.prompt]
+        num_known = length(self.partial.sequences[prompt][sample].tokens)
+        return replace(tokens, prompt=prompt, sample=sample, offset=num_known + tokens.offset)
 
 
-def rest_of(args: Generate, had: GenerateResult) -> Rest | None:
+def remainder_of(args: Generate, partial: GenerateResult) -> Remainder | None:
     """The remaining samples of a stopped `generate`; None: none remain."""
-    places = [
+    positions = [
         (prompt, sample)
-        for prompt, group in enumerate(had.sequences)
+        for prompt, group in enumerate(partial.sequences)
         for sample, sequence in enumerate(group)
         if sequence.stop_reason == PARTIAL
     ]
-    if not places:
+    if not positions:
         return None
     prompts = [
-        continued(args.prompts[prompt], had.sequences[prompt][sample], sample)
-        for prompt, sample in places
+        continued(args.prompts[prompt], partial.sequences[prompt][sample], sample)
+        for prompt, sample in positions
     ]
-    rest = Generate(prompts, args.sampling, stream=args.stream, weights=args.weights)
-    return Rest(rest, had, places)
+    remainder = Generate(prompts, args.sampling, stream=args.stream, weights=args.weights)
+    return Remainder(remainder, partial, positions)

@@ -15,14 +15,14 @@ from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import DrawnTokens, Generate, GenerateResult, Result
 from phaseloom.common.observability.substages import StepRecord
 from phaseloom.worker.backends.base import AdapterVersion, Version
-from phaseloom.worker.core.permits import Cancelled
-from phaseloom.worker.rank.calls import Call, requests_of
-from phaseloom.worker.rank.tails import Tail
+from phaseloom.worker.core.permits import CancelledOperations
+from phaseloom.worker.rank.calls import DeviceCall, requests_of
+from phaseloom.worker.rank.tails import TailMonitor
 
 _STREAM_S = 0.05
 """Seconds between two messages with an operation's new tokens."""
 
-TellDrawn = Callable[[OperationKey, list[DrawnTokens]], None]
+ReportTokens = Callable[[OperationKey, list[DrawnTokens]], None]
 """Called with an operation's new tokens, in the device thread."""
 
 
@@ -30,7 +30,10 @@ class ShareWatch:
     """`Watch` of a rank's share of operations that run on several ranks. No request can join."""
 
     def __init__(
-        self, cancelled: Cancelled, operations: list[OperationKey], tell_drawn: TellDrawn
+        self,
+        cancelled: CancelledOperations,
+        operations: list[OperationKey],
+        report_tokens: ReportTokens,
     ) -> None:
         """Args: tell_drawn: called in the device thread with an operation's new tokens."""
         self.results: list[GenerateResult | None] = [None] * len(operations)
@@ -42,18 +45,18 @@ class ShareWatch:
         """The index, in its operation, of the first prompt of each request; empty: 0 for all."""
         self.versions: list[Version | None] = []
         """The weights that each request names; empty: none names any."""
-        self.tail: Tail | None = None
+        self.tail: TailMonitor | None = None
         """Reports when only the tail of this share remains; None: no report is needed."""
         self._cancelled = cancelled
         self._operations = operations
         self._is_stopped = False
-        self._tell_drawn = tell_drawn
-        self._due_s: dict[int, float] = {}
+        self._report_tokens = report_tokens
+        self._next_report_s: dict[int, float] = {}
         """Request → the earliest time, on the monotonic clock, of the next report of its new
         tokens."""
 
     @property
-    def first(self) -> OperationKey:
+    def first_operation(self) -> OperationKey:
         return self._operations[0]
 
     def stop(self) -> None:
@@ -64,7 +67,7 @@ class ShareWatch:
         return ()
 
     @property
-    def call_wide(self) -> Version | None:
+    def call_version(self) -> Version | None:
         """The weights that the first request names.
 
         If the backend reads with one version at a time, all requests name the same weights.
@@ -72,7 +75,7 @@ class ShareWatch:
         return self.versions[0] if self.versions else None
 
     def adapter(self, i: int) -> AdapterVersion | None:
-        return _adapter(self.versions[i] if self.versions else None)
+        return _adapter_of(self.versions[i] if self.versions else None)
 
     def is_cancelled(self, i: int) -> bool:
         key = self._operations[i]
@@ -90,15 +93,15 @@ class ShareWatch:
 
     def wants_tokens(self, i: int) -> bool:
         now_s = time.monotonic()
-        if now_s < self._due_s.get(i, 0.0):
+        if now_s < self._next_report_s.get(i, 0.0):
             return False
-        self._due_s[i] = now_s + _STREAM_S
+        self._next_report_s[i] = now_s + _STREAM_S
         return True
 
     def drawn(self, i: int, tokens: Sequence[DrawnTokens]) -> None:
-        first = self.first_prompts[i] if self.first_prompts else 0
-        placed = [replace(each, prompt=first + each.prompt) for each in tokens]
-        self._tell_drawn(self._operations[i], placed)
+        first_prompt = self.first_prompts[i] if self.first_prompts else 0
+        placed = [replace(entry, prompt=first_prompt + entry.prompt) for entry in tokens]
+        self._report_tokens(self._operations[i], placed)
 
     def still_open(self, i: int, num_samples: int) -> None:
         if self.tail is not None:
@@ -113,16 +116,18 @@ class ShareWatch:
 class LeaderWatch(ShareWatch):
     """`Watch` of the leader's share of operations that run on several ranks."""
 
-    def __init__(self, cancelled: Cancelled, calls: list[Call], tell_drawn: TellDrawn) -> None:
-        super().__init__(cancelled, [call.key for call in calls], tell_drawn)
+    def __init__(
+        self, cancelled: CancelledOperations, calls: list[DeviceCall], report_tokens: ReportTokens
+    ) -> None:
+        super().__init__(cancelled, [call.key for call in calls], report_tokens)
         self.calls = calls
 
     @property
-    def call_wide(self) -> Version | None:
+    def call_version(self) -> Version | None:
         return self.calls[0].version
 
     def adapter(self, i: int) -> AdapterVersion | None:
-        return _adapter(self.calls[i].version)
+        return _adapter_of(self.calls[i].version)
 
     def progress(self, i: int, num_done: int, num_total: int) -> None:
         self.calls[i].num_done, self.calls[i].num_total = num_done, num_total
@@ -133,16 +138,16 @@ class CallsWatch(LeaderWatch):
 
     def __init__(
         self,
-        cancelled: Cancelled,
-        joined: Callable[[], list[Call]],
-        end: Callable[[Call, Result | None], None],
-        tell_drawn: TellDrawn,
+        cancelled: CancelledOperations,
+        joined: Callable[[], list[DeviceCall]],
+        end: Callable[[DeviceCall, Result | None], None],
+        report_tokens: ReportTokens,
     ) -> None:
-        super().__init__(cancelled, [], tell_drawn)
+        super().__init__(cancelled, [], report_tokens)
         self._joined = joined
         self._end = end
 
-    def take(self, calls: Iterable[Call]) -> None:
+    def add_calls(self, calls: Iterable[DeviceCall]) -> None:
         """Add calls to the running batch."""
         for call in calls:
             self._live.add(len(self.calls))
@@ -152,14 +157,14 @@ class CallsWatch(LeaderWatch):
 
     def joined(self) -> Sequence[Generate]:
         new = self._joined()
-        self.take(new)
+        self.add_calls(new)
         return requests_of(new)
 
     def ended(self, i: int, result: GenerateResult | None) -> None:
         self._live.discard(i)
-        self.calls[i].note_steps(0, self.records[i].runs)
+        self.calls[i].record_steps(0, self.records[i].runs)
         self._end(self.calls[i], result)
 
 
-def _adapter(version: Version | None) -> AdapterVersion | None:
+def _adapter_of(version: Version | None) -> AdapterVersion | None:
     return version if isinstance(version, AdapterVersion) else None

@@ -24,22 +24,22 @@ from phaseloom.common.tensors.versionparts import decode_manifest, layout_digest
 from phaseloom.worker.core.reading import (
     Reader,
     Runs,
-    fetches_of_whole,
-    from_part,
-    from_slices,
-    needs,
-    of_another_model,
+    fetches_of_full_version,
+    other_model_error,
+    plan_node_fetches,
+    runs_from_part,
+    runs_from_slices,
 )
 from phaseloom.worker.rank.executor import Executor
 from phaseloom.worker.rank.wire import PrefetchWeights, RankConfig
 from phaseloom.worker.state.layouts import packed, paired
-from phaseloom.worker.state.versions import Opened, RankVersions
+from phaseloom.worker.state.versions import OpenedVersion, RankVersions
 
 _PARTS_AT_ONCE = 4
 """Parts fetched concurrently. Each uses several streams."""
 
 T = TypeVar("T")
-Asked = Permit | PrefetchWeights
+VersionRequest = Permit | PrefetchWeights
 """The permit of an operation that reads a version, or the hint that one will."""
 
 
@@ -55,7 +55,7 @@ class FetchedVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _PartsPlan:
     """The plan for versions in parts: the bytes that a node fetches and that this rank copies."""
 
     whole_parts: dict[str, Runs]
@@ -66,16 +66,18 @@ class _Plan:
     """The bytes to copy out of the slices."""
 
     @classmethod
-    def of(cls, manifest: VersionParts, reader: Reader) -> _Plan:
+    def of(cls, manifest: VersionParts, reader: Reader) -> _PartsPlan:
         """Plan reading a version in parts. Raises: CallerError: the manifest is of another
         model."""
-        needed = needs(manifest, reader)
-        tables = {each.part: each.table for each in manifest.parts}
-        whole = {
-            part: from_part(TensorTable.read(tables[part]).tensors, fetches, reader)
+        needed = plan_node_fetches(manifest, reader)
+        tables = {entry.part: entry.table for entry in manifest.parts}
+        runs_by_part = {
+            part: runs_from_part(TensorTable.read(tables[part]).tensors, fetches, reader)
             for part, fetches in needed.whole_parts.items()
         }
-        return cls(whole, needed.slices, from_slices(needed.slices, needed.fetches, reader))
+        return cls(
+            runs_by_part, needed.slices, runs_from_slices(needed.slices, needed.fetches, reader)
+        )
 
 
 @dataclass
@@ -86,51 +88,62 @@ class PartsReader:
     model: str
     """The digest of the layout that a version would have if written whole."""
     reader: Reader
-    _planned: dict[tuple[bytes, ...], _Plan] = field(default_factory=dict)
+    _planned: dict[tuple[bytes, ...], _PartsPlan] = field(default_factory=dict)
     """The plan for the last version, keyed by its parts' tables, which are equal for all versions
     of
     a policy."""
 
-    async def fetch(self, version: VersionKey, opened: Opened, asked: Asked) -> FetchedVersion:
+    async def fetch(
+        self, version: VersionKey, opened: OpenedVersion, request: VersionRequest
+    ) -> FetchedVersion:
         """Fetch the bytes of a version that the rank needs. Args: opened: the version's
         manifest."""
         manifest = decode_manifest(opened.memory, version)
         if manifest.tensors != self.model:
-            raise of_another_model("its tensors are others")
+            raise other_model_error("its tensors are others")
         plan = self._plan(manifest)
-        known = {part.part: part for part in manifest.parts}
-        sources = {each.part: each.endpoints for each in opened.described.sources}
+        parts_by_name = {part.part: part for part in manifest.parts}
+        sources = {entry.part: entry.endpoints for entry in opened.described.sources}
         # The location of copies of local parts is unknown. If a local part is corrupt, all sources
         # are tried.
 
         async def fetch_part(part: str, runs: Runs) -> tuple[memoryview, Runs]:
-            endpoints = sources.get(part, asked.sources)
-            return (await self._part(version, known[part], endpoints, asked)).memory, runs
+            endpoints = sources.get(part, request.sources)
+            return (
+                await self._open_part(version, parts_by_name[part], endpoints, request)
+            ).memory, runs
 
-        pieces = await _some_at_once([fetch_part(*each) for each in plan.whole_parts.items()])
+        pieces = await _gather_limited([fetch_part(*entry) for entry in plan.whole_parts.items()])
         if plan.slices:
-            held = [PartSources(part, sources.get(part, asked.sources)) for part in known]
+            all_sources = [
+                PartSources(part, sources.get(part, request.sources)) for part in parts_by_name
+            ]
             memory, _ = await self.versions.open_slices(
-                version, plan.slices, held, asked.ticket, asked.id, is_ahead=_is_ahead(asked)
+                version,
+                plan.slices,
+                all_sources,
+                request.ticket,
+                request.id,
+                is_ahead=_is_ahead(request),
             )
             pieces.append((memory, plan.of_slices))
         return FetchedVersion(version, opened.described.digest, pieces, is_whole=False)
 
-    def _plan(self, manifest: VersionParts) -> _Plan:
+    def _plan(self, manifest: VersionParts) -> _PartsPlan:
         key = tuple(part.table for part in manifest.parts)
         if key not in self._planned:
-            self._planned = {key: _Plan.of(manifest, self.reader)}
+            self._planned = {key: _PartsPlan.of(manifest, self.reader)}
         return self._planned[key]
 
-    async def _part(
-        self, version: VersionKey, part: VersionPart, sources: list[str], asked: Asked
-    ) -> Opened:
+    async def _open_part(
+        self, version: VersionKey, part: VersionPart, sources: list[str], request: VersionRequest
+    ) -> OpenedVersion:
         """Open a part and check it against the manifest. Raises: PhaseloomError: it does not
         match."""
         key = part_of(version, part.part)
-        ticket, is_ahead = asked.ticket, _is_ahead(asked)
+        ticket, is_ahead = request.ticket, _is_ahead(request)
         opened = await self.versions.open(
-            key, sources, ticket, part.digest, permit=asked.id, is_ahead=is_ahead
+            key, sources, ticket, part.digest, permit=request.id, is_ahead=is_ahead
         )
         described = opened.described
         if (described.digest, bytes(described.tensors)) != (part.digest, part.table):
@@ -160,7 +173,7 @@ class RankWeights:
         Raises:  PhaseloomError: nothing is written; no host memory.
         """
         number = next(i for i, ranks in enumerate(self._parts) if self.settings.rank in ranks)
-        if self.settings.rank != min(set(self._parts[number]) & set(self._here)):
+        if self.settings.rank != min(set(self._parts[number]) & set(self._node_ranks)):
             return None
         part = part_name(number, len(self._parts)) if self.is_in_parts else ""
         slots = self.executor.weight_slots
@@ -178,11 +191,11 @@ class RankWeights:
         return parts_of(self.executor.backend.holdings)
 
     @cached_property
-    def _here(self) -> list[int]:
+    def _node_ranks(self) -> list[int]:
         """The ranks on this node."""
         settings = self.settings
-        mine = settings.node_of(settings.rank)
-        return [rank for rank in range(settings.num_ranks) if settings.node_of(rank) == mine]
+        node = settings.node_of(settings.rank)
+        return [rank for rank in range(settings.num_ranks) if settings.node_of(rank) == node]
 
     @cached_property
     def _model(self) -> str:
@@ -190,8 +203,8 @@ class RankWeights:
 
     @cached_property
     def _table(self) -> bytes:
-        places, _ = packed(self.executor.weight_slots)
-        return TensorTable.of(places).packed
+        packed_slots, _ = packed(self.executor.weight_slots)
+        return TensorTable.of(packed_slots).packed
 
     # --- syncing ---------------------------------------------------------------------------------
 
@@ -209,29 +222,29 @@ class RankWeights:
         )
         if opened.is_manifest:
             fetched = await self._parts_reader.fetch(version, opened, permit)
-            await self.take(fetched)
+            await self.apply(fetched)
             return fetched
         await self.versions.load(opened, self.executor.weight_slots)
         return FetchedVersion(version, opened.described.digest, [], is_whole=True)
 
-    async def prefetch(self, asked: PrefetchWeights) -> None:
+    async def prefetch(self, request: PrefetchWeights) -> None:
         """Fetch the bytes that this rank needs of a version. A sync verifies them again.
 
         Raises: PhaseloomError: they are unavailable.
         """
-        await self.fetch(asked.ticket.version, asked)
+        await self.fetch(request.ticket.version, request)
 
-    async def fetch(self, version: VersionKey, asked: Asked) -> FetchedVersion:
+    async def fetch(self, version: VersionKey, request: VersionRequest) -> FetchedVersion:
         """Fetch the bytes of a version that this rank needs, for copying later.
 
         Raises: PhaseloomError: they are unavailable.
         """
-        sources, is_ahead = asked.sources, _is_ahead(asked)
+        sources, is_ahead = request.sources, _is_ahead(request)
         opened = await self.versions.open(
-            version, sources, asked.ticket, permit=asked.id, is_ahead=is_ahead
+            version, sources, request.ticket, permit=request.id, is_ahead=is_ahead
         )
         if opened.is_manifest:
-            return await self._parts_reader.fetch(version, opened, asked)
+            return await self._parts_reader.fetch(version, opened, request)
         pieces = [(opened.memory, self._runs_of_whole(opened.table))]
         return FetchedVersion(version, opened.described.digest, pieces, is_whole=True)
 
@@ -242,27 +255,29 @@ class RankWeights:
         """
         if table.packed not in self._whole_runs:
             paired(table.tensors, self.executor.backend.version_slots)
-            found = from_part(table.tensors, fetches_of_whole(self._reader), self._reader)
-            self._whole_runs = {table.packed: found}
+            runs = runs_from_part(
+                table.tensors, fetches_of_full_version(self._reader), self._reader
+            )
+            self._whole_runs = {table.packed: runs}
         return self._whole_runs[table.packed]
 
-    async def take(self, fetched: FetchedVersion) -> None:
+    async def apply(self, fetched: FetchedVersion) -> None:
         """Replace this rank's weights. Raises: an error that leaves the weights partly replaced."""
         await self.versions.scatter(fetched.pieces)
 
     @cached_property
     def _reader(self) -> Reader:
         backend, rank = self.executor.backend, self.settings.rank
-        whole = tensors_of(backend.version_slots)
-        return Reader(backend.holdings, rank, self._here, whole, self.executor.weight_slots)
+        tensors = tensors_of(backend.version_slots)
+        return Reader(backend.holdings, rank, self._node_ranks, tensors, self.executor.weight_slots)
 
     @cached_property
     def _parts_reader(self) -> PartsReader:
         return PartsReader(self.versions, self._model, self._reader)
 
 
-def _is_ahead(asked: Asked) -> bool:
-    return isinstance(asked, PrefetchWeights)
+def _is_ahead(request: VersionRequest) -> bool:
+    return isinstance(request, PrefetchWeights)
 
 
 async def or_failed(work: Awaitable[T]) -> T | Failed:
@@ -273,21 +288,21 @@ async def or_failed(work: Awaitable[T]) -> T | Failed:
         return Failed(error.info)
 
 
-async def _some_at_once(works: Sequence[Awaitable[T]]) -> list[T]:
+async def _gather_limited(works: Sequence[Awaitable[T]]) -> list[T]:
     """Run all works, a few at a time, and return their results.
 
     Raises: the first failure, after all have ended.
     """
     limit = asyncio.Semaphore(_PARTS_AT_ONCE)
 
-    async def one(work: Awaitable[T]) -> T:
+    async def run_one(work: Awaitable[T]) -> T:
         async with limit:
             return await work
 
-    ended = await asyncio.gather(*map(one, works), return_exceptions=True)
+    ended = await asyncio.gather(*map(run_one, works), return_exceptions=True)
     done: list[T] = []
-    for each in ended:
-        if isinstance(each, BaseException):
-            raise each
-        done.append(each)
+    for outcome in ended:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        done.append(outcome)
     return done

@@ -254,7 +254,7 @@ class TokensDrawn(Message, frozen=True):
     """
 
     operation: OperationKey
-    drawn: list[DrawnTokens]
+    tokens: list[DrawnTokens]
     """The tokens, indexed by the prompts of the whole operation."""
 
 

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class OwnBytes:
+class SavedBytes:
     """Saves the first bytes of a rank's heap while other weights temporarily occupy them."""
 
     memory: memoryview
@@ -40,24 +40,24 @@ class Loans:
     def __init__(self, link: StateLink) -> None:
         self._link = link
         self._num_loans = 0
-        self._own: weakref.ref[OwnBytes] | None = None
-        self._own_lock = asyncio.Lock()
-        self._over: asyncio.Queue[int] = asyncio.Queue()
+        self._saved: weakref.ref[SavedBytes] | None = None
+        self._saved_lock = asyncio.Lock()
+        self._unmapped: asyncio.Queue[int] = asyncio.Queue()
         """Loans whose memory is unmapped and that still have to be returned."""
         self._returning = asyncio.create_task(self._return())
 
     async def close(self) -> None:
         await lifecycle.end([self._returning])
 
-    async def borrow(self, num_bytes: int, what: str) -> memoryview:
+    async def borrow(self, num_bytes: int, purpose: str) -> memoryview:
         """Borrow memory with undefined content.
 
         Args:   what: purpose of the memory, used in the message of a refusal.
         Raises: ResourceError: RESOURCE_EXHAUSTED, with the numbers.
         """
-        return (await self._borrow(num_bytes, what)).memory
+        return (await self._borrow(num_bytes, purpose)).memory
 
-    async def for_own(self, num_bytes: int, applied: int) -> OwnBytes:
+    async def borrow_to_save(self, num_bytes: int, applied: int) -> SavedBytes:
         """Borrow memory that saves the heap's first bytes while other weights occupy them.
 
         Concurrent callers share the same memory and use it one after another.
@@ -65,36 +65,36 @@ class Loans:
                 applied: the heap's seq.
         Raises: the errors of `borrow`.
         """
-        async with self._own_lock:
-            own = self._own() if self._own is not None else None
-            if own is None or own.applied != applied:
-                own = await self._borrow(num_bytes, "a copy of the own weights", applied)
-                self._own = weakref.ref(own)
-            return own
+        async with self._saved_lock:
+            saved = self._saved() if self._saved is not None else None
+            if saved is None or saved.applied != applied:
+                saved = await self._borrow(num_bytes, "a copy of the own weights", applied)
+                self._saved = weakref.ref(saved)
+            return saved
 
-    async def _borrow(self, num_bytes: int, what: str, copy_at: int = -1) -> OwnBytes:
+    async def _borrow(self, num_bytes: int, purpose: str, copy_at: int = -1) -> SavedBytes:
         """Args: copy_at: as in `BorrowMemory`."""
         self._num_loans += 1
         loan = self._num_loans
-        answer, fds = await self._link.call(BorrowMemory(loan, num_bytes, what, copy_at))
-        lent = expect(answer, MemoryLent)
+        answer, fds = await self._link.call(BorrowMemory(loan, num_bytes, purpose, copy_at))
+        granted = expect(answer, MemoryLent)
         if len(fds) != 1:
             close_fds(fds)
             raise InternalError(f"{len(fds)} extents came for one loan")
-        mapping = Mapping(fds[0], num_bytes, writable=not lent.is_host_copy)
+        mapping = Mapping(fds[0], num_bytes, writable=not granted.is_host_copy)
         loop = asyncio.get_running_loop()
 
-        def note() -> None:
+        def queue_return() -> None:
             # the loop is closed because the process is exiting
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._over.put_nowait, loan)
+                loop.call_soon_threadsafe(self._unmapped.put_nowait, loan)
 
-        mapping.when_unmapped(note)
-        return OwnBytes(mapping.buffer, copy_at, lent.is_host_copy)
+        mapping.when_unmapped(queue_return)
+        return SavedBytes(mapping.buffer, copy_at, granted.is_host_copy)
 
     async def _return(self) -> None:
         while True:
-            loan = await self._over.get()
+            loan = await self._unmapped.get()
             try:
                 await self._link.ask(ReturnMemory(loan), Done)
             except PhaseloomError as error:

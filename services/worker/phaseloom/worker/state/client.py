@@ -54,8 +54,8 @@ from phaseloom.worker.state import devicememory
 from phaseloom.worker.state.borrowing import Loans
 from phaseloom.worker.state.copying import Mapping
 from phaseloom.worker.state.devicememory import DeviceMemory
-from phaseloom.worker.state.hostcopies import HostCopies
-from phaseloom.worker.state.layouts import Layouts
+from phaseloom.worker.state.hostcopies import HeapCopier
+from phaseloom.worker.state.layouts import LayoutCache
 from phaseloom.worker.state.link import RECONNECT_S, StateLink, ask, expect
 from phaseloom.worker.state.versions import RankVersions
 
@@ -82,12 +82,12 @@ class RankStateClient:
         reconnect_s: float,
     ) -> None:
         self._token = token
-        self._own_executor = None if executor else ThreadPoolExecutor(1, "state-copy")
-        self._executor = executor or self._own_executor
+        self._private_executor = None if executor else ThreadPoolExecutor(1, "state-copy")
+        self._executor = executor or self._private_executor
         self._is_leaving = False
         self._link = StateLink(path, self._greet, self._handle, reconnect_s)
-        self._copies = HostCopies(applied, on_loaded)
-        self._layouts = Layouts()
+        self._copies = HeapCopier(applied, on_loaded)
+        self._layouts = LayoutCache()
         self.loans = Loans(self._link)
         self.versions = RankVersions(self._link, self._copies, self._layouts, self._run)
 
@@ -140,8 +140,8 @@ class RankStateClient:
             await self._run(last)
         await self.loans.close()
         await self._link.close()
-        if self._own_executor is not None:
-            self._own_executor.shutdown()
+        if self._private_executor is not None:
+            self._private_executor.shutdown()
 
     async def _greet(self, peer: Peer[StateMessage]) -> None:
         if self._copies.heap is None:
@@ -315,8 +315,8 @@ class RankStateClient:
         memory = await self.loans.borrow(size, f"the weights of checkpoint {name}")
         for start in range(0, len(memory), MAX_READ_BYTES):
             part = memory[start : start + MAX_READ_BYTES]
-            asked = ReadSaved(name, source, start, len(part), as_held=not num_bytes)
-            part[:] = (await self._link.ask(asked, SavedRead)).content
+            request = ReadSaved(name, source, start, len(part), as_held=not num_bytes)
+            part[:] = (await self._link.ask(request, SavedRead)).content
         return memory
 
     async def prune_checkpoints(self, keep: int, needed: list[str]) -> None:

@@ -123,11 +123,11 @@ class MappedVersions:
         return mapping
 
     def _of_older_versions(self) -> list[tuple[int, int, bool]]:
-        kept: set[VersionKey] = set()
+        recent: set[VersionKey] = set()
         older = []
         for identity, mapping in reversed(self._mappings.items()):
-            kept.add(self._keys[mapping].whole)
-            if len(kept) > _MAX_MAPPED_VERSIONS:
+            recent.add(self._keys[mapping].whole)
+            if len(recent) > _MAX_MAPPED_VERSIONS:
                 older.append(identity)
         return older
 
@@ -165,14 +165,14 @@ def copy_hashed(source: memoryview, target: memoryview) -> str:
     source_address, target_address = _address(source), _address(target)
 
     def block(start: int, end: int) -> bytes:
-        taken = xxhash.xxh3_64()
+        hasher = xxhash.xxh3_64()
         for at in range(start, end, _CHUNK_BYTES):
             until = min(at + _CHUNK_BYTES, end)
-            taken.update(source[at:until])
+            hasher.update(source[at:until])
             if at < len(target):
                 num_bytes = min(until, len(target)) - at
                 ctypes.memmove(target_address + at, source_address + at, num_bytes)
-        return bytes(taken.digest())
+        return bytes(hasher.digest())
 
     return combine_checksums(b"".join(map_parts(len(source), BLOCK_BYTES, block)))
 
@@ -194,17 +194,17 @@ def gather(target: memoryview, heap: memoryview, pairs: list[tuple[TensorSlot, T
     ends = [end for _, end, _ in tiles]
 
     def block(start: int, end: int) -> bytes:
-        taken = xxhash.xxh3_64()
+        hasher = xxhash.xxh3_64()
         for at in range(start, end, _CHUNK_BYTES):
             until = min(at + _CHUNK_BYTES, end)
             for first, last, shift in _within(tiles, ends, at, until):
                 if shift is None:
                     target[first:last] = bytes(last - first)
-                    taken.update(target[first:last])
+                    hasher.update(target[first:last])
                 else:
-                    taken.update(heap[first + shift : last + shift])
+                    hasher.update(heap[first + shift : last + shift])
                     ctypes.memmove(address + first, heap_address + first + shift, last - first)
-        return bytes(taken.digest())
+        return bytes(hasher.digest())
 
     return combine_checksums(b"".join(map_parts(len(target), BLOCK_BYTES, block)))
 
@@ -270,10 +270,10 @@ def scatter(
     copy_rows(source, target, (StridedRanges(*run) for run in runs(pairs)))
 
 
-def copy_rows(source: memoryview, target: memoryview, every: Iterable[StridedRanges]) -> None:
+def copy_rows(source: memoryview, target: memoryview, all_rows: Iterable[StridedRanges]) -> None:
     """Copy these bytes and no others, in several threads."""
     source_address, target_address = _address(source), _address(target)
-    batches = list(_batches(every))
+    batches = list(_batches(all_rows))
 
     def move(first: int, last: int) -> None:
         for batch in batches[first:last]:
@@ -291,15 +291,15 @@ def _copy_rows(source: memoryview, target: memoryview, rows: StridedRanges) -> N
     import numpy as np  # imported here, because hundreds of ranks never compute anything
 
     shape, byte = (rows.num_rows, rows.num_bytes), np.uint8
-    there = np.ndarray(shape, byte, source, rows.source, (rows.source_stride, 1))
-    np.ndarray(shape, byte, target, rows.target, (rows.target_stride, 1))[:] = there
+    source_rows = np.ndarray(shape, byte, source, rows.source, (rows.source_stride, 1))
+    np.ndarray(shape, byte, target, rows.target, (rows.target_stride, 1))[:] = source_rows
 
 
-def _batches(every: Iterable[StridedRanges]) -> Iterator[list[StridedRanges]]:
+def _batches(all_rows: Iterable[StridedRanges]) -> Iterator[list[StridedRanges]]:
     """Yield the same bytes in batches of similar size, for several threads."""
     batch: list[StridedRanges] = []
     batch_bytes = 0
-    for rows in every:
+    for rows in all_rows:
         for piece in _pieces(rows):
             batch.append(piece)
             batch_bytes += piece.num_rows * piece.num_bytes
@@ -313,9 +313,9 @@ def _batches(every: Iterable[StridedRanges]) -> Iterator[list[StridedRanges]]:
 def _pieces(rows: StridedRanges) -> Iterator[StridedRanges]:
     """Yield the same bytes in pieces no larger than a batch."""
     if 0 < rows.num_bytes <= _BATCH_BYTES:
-        each = _BATCH_BYTES // rows.num_bytes
-        for first in range(0, rows.num_rows, each):
-            yield rows.subset(first, min(each, rows.num_rows - first))
+        rows_per_piece = _BATCH_BYTES // rows.num_bytes
+        for first in range(0, rows.num_rows, rows_per_piece):
+            yield rows.subset(first, min(rows_per_piece, rows.num_rows - first))
         return
     for start, to, num_bytes in rows.runs():
         for at in range(0, num_bytes, _BATCH_BYTES):

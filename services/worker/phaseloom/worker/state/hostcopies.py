@@ -30,7 +30,7 @@ from phaseloom.worker.state.copying import Mapping, clear, copy
 from phaseloom.worker.state.devicememory import DeviceMemory
 
 
-class HostCopies:
+class HeapCopier:
     def __init__(self, applied: Callable[[], int], on_loaded: Callable[[], None]) -> None:
         """Args: as in `RankStateClient.connect`."""
         self.applied = applied
@@ -136,8 +136,8 @@ class HostCopies:
                     copy(self.host_memory, staged.buffer[host_start(heap.num_bytes) :])
             else:
                 digest = self._replace(heap, staged.buffer, order.digest)
-            left = devicememory.resident_bytes(heap)
-            return Copied(digest, self.applied(), left, time.monotonic() - started)
+            num_resident = devicememory.resident_bytes(heap)
+            return Copied(digest, self.applied(), num_resident, time.monotonic() - started)
         finally:
             staged.close()
 
@@ -192,8 +192,8 @@ class HostCopies:
             heap.release()
             self.is_resident = False
         self.copied = (applied, order.digest)
-        left = devicememory.resident_bytes(heap)
-        return Copied(order.digest, applied, left, time.monotonic() - started)
+        num_resident = devicememory.resident_bytes(heap)
+        return Copied(order.digest, applied, num_resident, time.monotonic() - started)
 
     def copy_out(self, *, release: bool) -> Copied:
         heap, extent = self.registered()
@@ -242,8 +242,8 @@ class HostCopies:
             heap.release()
             raise
         self.is_resident = True
-        there = devicememory.resident_bytes(heap)
-        return Copied(digest, applied, there, time.monotonic() - started)
+        num_resident = devicememory.resident_bytes(heap)
+        return Copied(digest, applied, num_resident, time.monotonic() - started)
 
     def registered(self) -> tuple[DeviceMemory, Mapping]:
         heap = self.registered_heap()

@@ -17,43 +17,43 @@ from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.worker.state.heap import align
 
-_NUM_KEPT = 4
+_MAX_ENTRIES = 4
 """Entries per kind. A rank registers, publishes and reads with one layout each, plus one spare."""
 
 Value = TypeVar("Value")
 Pairs = list[tuple[TensorSlot, TensorSlot]]
 
 
-class _Newest(Generic[Value]):
+class _RecentValues(Generic[Value]):
     """A small cache of the newest values, keyed by slots and packed table.
 
     Slots match by identity: comparing them by value takes half as long as making most values again.
     """
 
     def __init__(self) -> None:
-        self._kept: list[tuple[list[TensorSlot], bytes, Value]] = []
+        self._entries: list[tuple[list[TensorSlot], bytes, Value]] = []
 
     def get(self, slots: Sequence[TensorSlot], of: bytes, make: Callable[[], Value]) -> Value:
         """Return the cached value for these slots, or make and cache one.
 
         Raises: the errors of `make`; nothing is cached then.
         """
-        for entry in self._kept:
+        for entry in self._entries:
             if len(entry[0]) == len(slots) and all(map(is_, entry[0], slots)) and entry[1] == of:
                 return entry[2]
-        made = make()
-        self._kept = [(list(slots), of, made), *self._kept[: _NUM_KEPT - 1]]
-        return made
+        value = make()
+        self._entries = [(list(slots), of, value), *self._entries[: _MAX_ENTRIES - 1]]
+        return value
 
 
-class Layouts:
+class LayoutCache:
     """Cached values derived from layouts. Callers must not modify the returned lists."""
 
     def __init__(self) -> None:
-        self._tables: _Newest[TensorTable] = _Newest()
-        self._read: _Newest[TensorTable] = _Newest()
-        self._cuts: _Newest[tuple[list[TensorSlot], Pairs]] = _Newest()
-        self._paired: _Newest[Pairs] = _Newest()
+        self._tables: _RecentValues[TensorTable] = _RecentValues()
+        self._read: _RecentValues[TensorTable] = _RecentValues()
+        self._cuts: _RecentValues[tuple[list[TensorSlot], Pairs]] = _RecentValues()
+        self._paired: _RecentValues[Pairs] = _RecentValues()
 
     def table(self, slots: Sequence[TensorSlot]) -> TensorTable:
         return self._tables.get(slots, b"", lambda: TensorTable.of(slots))
@@ -67,8 +67,8 @@ class Layouts:
         packed slot."""
 
         def make() -> tuple[list[TensorSlot], Pairs]:
-            places, _ = packed(slots)
-            return places, list(zip(slots, places, strict=True))
+            packed_slots, _ = packed(slots)
+            return packed_slots, list(zip(slots, packed_slots, strict=True))
 
         return self._cuts.get(slots, b"", make)
 
@@ -82,12 +82,12 @@ class Layouts:
 
 def packed(slots: Sequence[TensorSlot]) -> tuple[list[TensorSlot], int]:
     """Return the same tensors packed from offset 0, and their total size in bytes."""
-    places = []
+    packed_slots = []
     end = 0
     for slot in slots:
-        places.append(msgspec.structs.replace(slot, offset=end))
+        packed_slots.append(msgspec.structs.replace(slot, offset=end))
         end = align(end + slot.num_bytes)
-    return places, end
+    return packed_slots, end
 
 
 def paired(
@@ -99,16 +99,16 @@ def paired(
     """
     by_name = {tensor.name: tensor for tensor in tensors}
     if by_name.keys() != {slot.name for slot in slots}:
-        odd = sorted(by_name.keys() ^ {slot.name for slot in slots})
+        unmatched = sorted(by_name.keys() ^ {slot.name for slot in slots})
         raise CallerError(
-            f"the version is of another model: {', '.join(odd[:3])} is on one side only",
+            f"the version is of another model: {', '.join(unmatched[:3])} is on one side only",
             code=Code.FAILED_PRECONDITION,
             remedy="sync between deployments of one model only",
         )
     pairs = [(by_name[slot.name], slot) for slot in slots]
     for tensor, slot in pairs:
-        there = (tensor.dtype, tensor.shape, tensor.num_bytes)
-        if there != (slot.dtype, slot.shape, slot.num_bytes):
+        stored = (tensor.dtype, tensor.shape, tensor.num_bytes)
+        if stored != (slot.dtype, slot.shape, slot.num_bytes):
             raise CallerError(
                 f"{slot.name} is {tensor.dtype}{tensor.shape} in the version and "
                 f"{slot.dtype}{slot.shape} here, in {tensor.num_bytes} and {slot.num_bytes} bytes",

@@ -35,11 +35,11 @@ from phaseloom.common.tensors.versionparts import is_manifest
 from phaseloom.common.transport.framing import close_fds
 from phaseloom.worker.core.reading import Runs
 from phaseloom.worker.state import devicememory
-from phaseloom.worker.state.borrowing import OwnBytes
+from phaseloom.worker.state.borrowing import SavedBytes
 from phaseloom.worker.state.copying import MappedVersions
 from phaseloom.worker.state.heap import align
-from phaseloom.worker.state.hostcopies import HostCopies
-from phaseloom.worker.state.layouts import Layouts
+from phaseloom.worker.state.hostcopies import HeapCopier
+from phaseloom.worker.state.layouts import LayoutCache
 from phaseloom.worker.state.link import StateLink, expect
 
 log = logging.getLogger(__name__)
@@ -64,10 +64,10 @@ class VersionCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedVersion:
     """An opened version, manifest or part in host memory."""
 
-    asked: OpenVersion
+    request: OpenVersion
     described: VersionExtent
     memory: memoryview
     """A separate mapping: the content stays unchanged while this is referenced."""
@@ -85,8 +85,8 @@ class RankVersions:
     def __init__(
         self,
         link: StateLink,
-        copies: HostCopies,
-        layouts: Layouts,
+        copies: HeapCopier,
+        layouts: LayoutCache,
         run: Runner,
     ) -> None:
         self._link = link
@@ -107,8 +107,8 @@ class RankVersions:
                  deployment.
         """
         heap = self._copies.registered_heap()
-        places, pairs = self._layouts.cut(slots)
-        target = await self.begin(key, places)
+        packed_slots, pairs = self._layouts.cut(slots)
+        target = await self.reserve(key, packed_slots)
         if isinstance(target, VersionCopy):
             return target
         digest = await self._run(lambda: devicememory.gather(heap, target, pairs))
@@ -150,7 +150,7 @@ class RankVersions:
         finally:
             close_fds(fds)
 
-    async def begin(self, key: VersionKey, slots: list[TensorSlot]) -> memoryview | VersionCopy:
+    async def reserve(self, key: VersionKey, slots: list[TensorSlot]) -> memoryview | VersionCopy:
         """Reserve memory for a version (by a node's first rank) or for a part; then call `commit`.
 
         The memory's content is undefined. Write all of it, including the gaps between tensors, so
@@ -198,7 +198,7 @@ class RankVersions:
         permit: CommandId | None = None,
         is_unverified: bool = False,
         is_ahead: bool = False,
-    ) -> Opened:
+    ) -> OpenedVersion:
         """Open a version, its manifest, or a part. The state manager has verified it.
 
         Args:   ticket: the ticket that remote sources require; not needed for a version on this
@@ -219,13 +219,13 @@ class RankVersions:
             OpenVersion(key, sources, ticket, digest, permit, is_unverified, is_ahead)
         )
 
-    async def _open(self, asked: OpenVersion) -> Opened:
-        answer, fds = await self._link.call(asked)
+    async def _open(self, request: OpenVersion) -> OpenedVersion:
+        answer, fds = await self._link.call(request)
         described = expect(answer, VersionExtent)
         num_bytes = described.num_bytes
-        mapping = self._mapped.map(asked.version, fds, num_bytes, writable=False)
+        mapping = self._mapped.map(request.version, fds, num_bytes, writable=False)
         memory = mapping.buffer[:num_bytes]
-        return Opened(asked, described, memory, self._layouts.read(described.tensors))
+        return OpenedVersion(request, described, memory, self._layouts.read(described.tensors))
 
     @property
     def may_load_on_device(self) -> bool:
@@ -245,7 +245,9 @@ class RankVersions:
         await self._run(scatter)
 
     @contextmanager
-    def lent(self, pieces: Sequence[tuple[memoryview, Runs]], own: OwnBytes) -> Iterator[None]:
+    def temporarily_loaded(
+        self, pieces: Sequence[tuple[memoryview, Runs]], saved: SavedBytes
+    ) -> Iterator[None]:
         """Put verified weights into the heap for the duration of the block, then restore every
         byte.
 
@@ -256,21 +258,21 @@ class RankVersions:
                  them.
         """
         heap = self._copies.registered_heap()
-        assert own.applied == self._copies.applied(), "they would not be its own"
-        if not own.is_filled:
-            devicememory.copy_first_out(heap, own.memory)
+        assert saved.applied == self._copies.applied(), "they would not be its own"
+        if not saved.is_filled:
+            devicememory.copy_first_out(heap, saved.memory)
         try:
             for memory, runs in pieces:
                 devicememory.copy_rows(memory, heap, runs)
             yield
         finally:
             try:
-                devicememory.copy_rows(own.memory, heap, [StridedRanges(0, 0, len(own.memory))])
+                devicememory.copy_rows(saved.memory, heap, [StridedRanges(0, 0, len(saved.memory))])
             except BaseException:
                 log.critical("the heap has not its own weights any more", exc_info=True)
                 os._exit(1)
 
-    async def load(self, opened: Opened, slots: Sequence[TensorSlot]) -> None:
+    async def load(self, opened: OpenedVersion, slots: Sequence[TensorSlot]) -> None:
         """Copy an open version over these slots of the heap, matched by tensor name.
 
         After any error, nothing has been written.
@@ -283,8 +285,8 @@ class RankVersions:
         if await self._load_on_device(opened.described, pairs):
             await self._run(self._copies.weights_replaced)
             return
-        if opened.asked.is_unverified:
-            opened = await self._open(msgspec.structs.replace(opened.asked, is_unverified=False))
+        if opened.request.is_unverified:
+            opened = await self._open(msgspec.structs.replace(opened.request, is_unverified=False))
             pairs = self._layouts.paired(opened.table, slots)
 
         def load() -> None:
@@ -320,9 +322,9 @@ class RankVersions:
         Raises: CallerError: a bad slice, or sources that hold different versions. ResourceError:
                 DATA_LOSS; or no source could deliver some of the slices.
         """
-        num_bytes = max((each.offset + each.num_bytes for each in slices), default=0)
-        asked = OpenSlices(key, num_bytes, slices, sources, ticket, permit, is_ahead)
-        answer, fds = await self._link.call(asked)
+        num_bytes = max((piece.offset + piece.num_bytes for piece in slices), default=0)
+        request = OpenSlices(key, num_bytes, slices, sources, ticket, permit, is_ahead)
+        answer, fds = await self._link.call(request)
         described = expect(answer, VersionExtent)
         mapping = self._mapped.map(key, fds, described.num_bytes, writable=False)
         return mapping.buffer[: described.num_bytes], described
