@@ -30,8 +30,11 @@ units."""
 
 
 class ComputeShare:
-    """The share of one rank. Call `ask` in the event loop; `begin`, `take` and `end` in the device
-    thread."""
+    """The share of one rank.
+
+    Call `request` in the event loop. Call `start_work`, `apply_request` and `end_work` in the
+    device thread.
+    """
 
     def __init__(
         self,
@@ -41,8 +44,8 @@ class ComputeShare:
         on_interval: OnInterval | None = None,
     ) -> None:
         """Args: num_units: the units of the whole device.
-        use: sets the number of threads of the backend; called in the device thread.
-        told: receives each interval in which the rank used one set of units."""
+        set_threads: sets the number of threads of the backend; called in the device thread.
+        on_interval: receives each interval in which the rank used one set of units."""
         self._num_units = num_units
         self._set_threads = set_threads
         self._on_interval = on_interval

@@ -98,7 +98,7 @@ class DeviceQueue:
         """Run an operation of any kind except those that move state.
 
         Returns: its result; None: it was cancelled.
-        Raises:  Refused: nothing happened. Any other error: it failed half-way.
+        Raises:  OperationRefused: nothing happened. Any other error: it failed half-way.
         """
         if call.is_reading and call.key in self._cancelled:
             return None
@@ -234,8 +234,8 @@ class DeviceQueue:
 
         The backends may wait for one another, so a rank that starts without the weights would block
         all.
-        Raises: NotNow, Refused: a rank could not read them, and nothing has changed. Broken,
-                 GroupLost.
+        Raises: OperationDeferred, OperationRefused: a rank could not read them, and nothing has
+                changed. RanksDiverged, GroupLost.
         """
         if self._ranks.is_alone or not self._executor.call_weights_name(calls[0].version):
             return
@@ -538,8 +538,10 @@ def _merge_replicas(parts: Sequence[GenerateResult]) -> GenerateResult:
 
 
 def _check_readable(results: Iterable[ShareResult]) -> None:
-    """Check that every rank could read the named weights. Raises: NotNow, Refused: one could
-    not."""
+    """Check that every rank could read the named weights.
+
+    Raises: OperationDeferred, OperationRefused: one could not.
+    """
     for result in results:
         if isinstance(result, Failed):
             raise unavailable_error(result.error)

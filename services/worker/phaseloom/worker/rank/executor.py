@@ -90,7 +90,7 @@ class Executor:
     # --- the leader's -----------------------------------------------------------------------------
 
     def check(self, args: Args) -> None:
-        """Check an operation before anything is done. Raises: Refused: names the field."""
+        """Check an operation before anything is done. Raises: OperationRefused: names the field."""
         try:
             self._check(args)
         except CallerError as error:
@@ -122,7 +122,7 @@ class Executor:
         """Run a whole operation of any kind except `generate` and those that move state.
 
         Args:   version: as in `compute`.
-        Raises: Refused. Any other error: it failed half-way.
+        Raises: OperationRefused. Any other error: it failed half-way.
         """
         self.check(args)
         return self.finish(args, [self.compute(args, version)])

@@ -65,12 +65,13 @@ class WpgRanks:
     ) -> tuple[T, PeerShares]:
         """Run the leader's part of a call in its device thread, and the other ranks' parts of it.
 
-        Raises: the error of `own` if the leader is alone; otherwise Broken or GroupLost.
+        Raises: the error of `local_part` if the leader is alone; otherwise RanksDiverged or
+                 GroupLost.
         """
         return await self.together(self.on_device_thread(local_part), share)
 
     async def together(self, local_part: Awaitable[T], share: RunShare) -> tuple[T, PeerShares]:
-        """Run a call like `everywhere`, with an awaitable as the leader's part."""
+        """Run a call like `on_all_ranks`, with an awaitable as the leader's part."""
         if self.is_alone:
             return await local_part, []
         local_task = asyncio.ensure_future(local_part)

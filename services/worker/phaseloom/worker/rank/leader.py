@@ -391,7 +391,7 @@ class Leader:
         return await self._move_state(call, args, batch)
 
     async def _read_named(self, args: Args, permit: Permit) -> Version | None:
-        """The weights that an operation names. Raises: NotNow, Refused."""
+        """The weights that an operation names. Raises: OperationDeferred, OperationRefused."""
         try:
             return await self._weights.read(args, permit)
         except PhaseloomError as error:

@@ -76,7 +76,8 @@ class StateOperations:
     async def publish(self, call: DeviceCall) -> PublishWeightsResult:
         """Run a `publish_weights`.
 
-        Raises: Refused: nothing was published. Broken: only some of the ranks have published.
+        Raises: OperationRefused: nothing was published. RanksDiverged: only some of the ranks have
+                 published.
         """
         seq = call.key.seq
         assert seq is not None
@@ -90,7 +91,8 @@ class StateOperations:
     async def _write_version(self, call: DeviceCall, version: VersionKey) -> VersionCopy:
         """Write this deployment's weights as a version.
 
-        Raises: PhaseloomError: nothing was written. Broken: only some of the ranks have written.
+        Raises: PhaseloomError: nothing was written. RanksDiverged: only some of the ranks have
+                 written.
         """
         weights = self.weights
         if self.ranks.is_alone:
@@ -118,14 +120,14 @@ class StateOperations:
     ) -> tuple[T, list[ShareResult]]:
         """Run the first call, in which all ranks prepare and nothing changes; return their results.
 
-        Raises: PhaseloomError: a rank could not prepare. Broken.
+        Raises: PhaseloomError: a rank could not prepare. RanksDiverged.
         """
         return await self._run_fallible(local, replace(state_share(call), prepares=True))
 
     async def _on_all_nodes(self, local: Awaitable[None], call: DeviceCall) -> None:
         """Have each node's state manager act for the ranks of its node.
 
-        Raises: PhaseloomError: one of them failed. Broken.
+        Raises: PhaseloomError: one of them failed. RanksDiverged.
         """
         if self.settings.is_over_nodes:
             await self._prepare_all(local, call)
@@ -137,7 +139,7 @@ class StateOperations:
     ) -> tuple[T, list[ShareResult]]:
         """Run a call in which a rank may fail without harming the others; return their results.
 
-        Raises: PhaseloomError: one of them failed. Broken.
+        Raises: PhaseloomError: one of them failed. RanksDiverged.
         """
         local_result, shares = await self.ranks.together(or_failed(local), share)
         peer_results = [results[0] for results in shares]
@@ -151,7 +153,8 @@ class StateOperations:
     async def sync(self, call: DeviceCall, args: SyncWeights) -> SyncWeightsResult:
         """Run a `sync_weights`.
 
-        Raises: NotNow, Refused: nothing was written. Any other error: it failed half-way.
+        Raises: OperationDeferred, OperationRefused: nothing was written. Any other error: it failed
+                 half-way.
         """
         deployment = self.settings.deployment
         version = VersionKey(
@@ -193,7 +196,7 @@ class StateOperations:
         If a WPG spans several nodes, each node's state manager copies its part, and rank 0's state
         manager combines them into one checkpoint.
         Args:   free_devices: called between the copy and the writing.
-        Raises: Refused: the state was read only. GroupLost: this incarnation is ending.
+        Raises: OperationRefused: the state was read only. GroupLost: this incarnation is ending.
         """
         permit, operation = call.permit, call.operation.id
         clock_s = time.perf_counter()
@@ -252,8 +255,10 @@ class StateOperations:
             log.warning("old checkpoints of %s stay: %s", self.settings.deployment, error)
 
     async def delete(self, args: DeleteCheckpoint) -> DeleteCheckpointResult:
-        """Run a `delete_checkpoint`. Raises: Refused: the checkpoint is needed, or cannot be
-        removed."""
+        """Run a `delete_checkpoint`.
+
+        Raises: OperationRefused: the checkpoint is needed, or cannot be removed.
+        """
         try:
             if args.name in await self._needed():
                 raise needed_error(args.name)
@@ -275,7 +280,7 @@ class StateOperations:
     async def load(self, call: DeviceCall, args: LoadState) -> LoadStateResult:
         """Run a `load_state`.
 
-        Raises: Refused: nothing was changed. Any other error: it failed half-way.
+        Raises: OperationRefused: nothing was changed. Any other error: it failed half-way.
         """
         try:
             expected = await self.state.read_checkpoint(

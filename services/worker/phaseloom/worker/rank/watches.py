@@ -35,7 +35,7 @@ class ShareWatch:
         operations: list[OperationKey],
         report_tokens: ReportTokens,
     ) -> None:
-        """Args: tell_drawn: called in the device thread with an operation's new tokens."""
+        """Args: report_tokens: called in the device thread with an operation's new tokens."""
         self.results: list[GenerateResult | None] = [None] * len(operations)
         self.records = [StepRecord() for _ in operations]
         """The steps of each request."""

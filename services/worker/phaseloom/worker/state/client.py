@@ -207,12 +207,12 @@ class RankStateClient:
 
     @property
     def weights_bytes(self) -> int:
-        """See `HostCopies.weights_bytes`."""
+        """See `HeapCopier.weights_bytes`."""
         return self._copies.weights_bytes
 
     @property
     def host_memory(self) -> memoryview:
-        """See `HostCopies.host_memory`."""
+        """See `HeapCopier.host_memory`."""
         return self._copies.host_memory
 
     async def commit_initial(self, applied: int = 0) -> None:

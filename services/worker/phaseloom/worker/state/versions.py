@@ -174,7 +174,8 @@ class RankVersions:
         return memory
 
     async def commit(self, key: VersionKey, buffer: memoryview, digest: str) -> VersionCopy:
-        """Commit the written memory that `begin` returned. The version is immutable from now on."""
+        """Commit the written memory that `reserve` returned. The version is immutable from now
+        on."""
         await self._link.ask(CommitVersion(key, digest), Done)
         return VersionCopy(digest, len(buffer), is_new=True)
 
@@ -254,7 +255,7 @@ class RankVersions:
         Call it in the runner's thread, so that nothing else reads the heap in between. If the
         original weights cannot be restored, the process exits, because nobody may use the heap any
         longer.
-        Args: own: memory that saves the heap's first bytes; the lent weights may overwrite any of
+        Args: saved: memory that saves the heap's first bytes; the lent weights may overwrite any of
                  them.
         """
         heap = self._copies.registered_heap()
