@@ -405,4 +405,4 @@ async def test_checkpoint_that_goes_while_it_is_read_draws_its_own_tokens_or_is_
         failures = {(e.error.code, e.error.field) for e in log.failures() if e.error}
         assert failures == {gone}
         lost = [e.error.message for e in log.events if isinstance(e, WpgLost)]
-        assert not [message for message in lost if "cannot go on" in message]
+        assert not [message for message in lost if "cannot continue" in message]

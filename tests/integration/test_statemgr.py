@@ -653,7 +653,7 @@ async def test_version_of_another_model_is_refused_and_nothing_written(short_dir
         await policy.client.versions.create(VersionKey(POLICY, 2), _weights(policy.slots))
         with pytest.raises(CallerError, match=r"a is float32\[5, 7\] in the version"):
             await load_version(sampler.client, VersionKey(POLICY, 2), [], sampler.slots)
-        with pytest.raises(CallerError, match="b is on one side only"):
+        with pytest.raises(CallerError, match="b exists on one side only"):
             await load_version(sampler.client, VersionKey(POLICY, 2), [], sampler.slots[:1])
         assert sampler.digest() == before
 

@@ -252,10 +252,10 @@ async def test_memory_for_a_trainers_own_weights_is_of_the_budget_until_nobody_r
             _, peak_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak_bytes < MiB / 2, "memory that nobody counts"
-        assert sum(real_memory(d.pid, "a copy of the own weights").values()) == MiB
+        assert sum(real_memory(d.pid, "a copy of the current weights").values()) == MiB
         assert (await d.agent.status()).host_used_bytes == 3 * MiB
         assert first.digest() == own
-        with pytest.raises(ResourceError, match="a copy of the own weights for acme") as caught:
+        with pytest.raises(ResourceError, match="a copy of the current weights for acme") as caught:
             await second.client.loans.borrow_to_save(MiB, 0)
         assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
         assert caught.value.info.remedy

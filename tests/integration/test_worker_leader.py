@@ -111,7 +111,7 @@ async def test_operation_without_a_payload_fails_and_a_permit_out_of_order_does_
         assert (event.outcome, event.error.code) == (Outcome.FAILED, Code.DATA_LOSS)
         d.executor.applied = 3
         late = await put(bus, "8", LoadState("n"))
-        with pytest.raises(ResourceError, match="this state is at 3"):
+        with pytest.raises(ResourceError, match="got seq 3"):
             await running.run(given(permit(late, LoadState("n"))))
     following.cancel()
     await asyncio.wait([following])

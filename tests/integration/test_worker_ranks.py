@@ -216,7 +216,7 @@ async def test_sync_that_changed_nothing_is_told(node: TestNode) -> None:
     assert notice == Notice(
         "worker",
         "sync changed nothing",
-        "version 2 has the weights of version 1",
+        "version 2 has the same weights as version 1",
         f"{sampler}.2",
     )
 

@@ -97,7 +97,7 @@ def check_whole(said: dict[str, Any]) -> None:
     assert said["custom"]["mine"] == 1.0
     assert said["ppo"]["num_tokens:sum"] == 7
     assert "unknown loss 'kto'" in said["refused"]
-    assert "of a part of the batch, are dropped" in said["partial"]
+    assert "partial gradients are dropped" in said["partial"]
     assert said["after"] > 0.0
     assert said["runs"] == 4
     assert said["listed"] == said["paths"]

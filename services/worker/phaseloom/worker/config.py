@@ -73,9 +73,9 @@ class WorkerConfig(msgspec.Struct, frozen=True):
         check_bounds(self, "worker", _BOUNDS)
         if not self.devices or min(self.devices) < 1:
             raise CallerError(
-                f"the node has devices of {self.devices} bytes",
+                f"each of the node's devices must have 1 byte or more, got {self.devices}",
                 field="worker.devices",
-                remedy="name the bytes of one device or more, each 1 or more",
+                remedy="list the bytes of one or more devices",
             )
         machine.check_devices(self.device_kind, self.devices, "worker")
 

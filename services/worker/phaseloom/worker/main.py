@@ -119,7 +119,9 @@ async def _until_state_lost(state: AgentStateClient) -> None:
     Agent and state manager then both restart.
     """
     reason = await asyncio.shield(state.closed)
-    raise ResourceError(f"the state manager is gone: {reason}", remedy="it is restarted")
+    raise ResourceError(
+        f"the state manager is gone: {reason}", remedy="wait until it has restarted"
+    )
 
 
 async def _announce(

@@ -162,7 +162,7 @@ def _build_backend(spec: DeploymentSpec, num_units: int) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--units", type=int, required=True)
-    parser.add_argument("--config", type=Path, help="a model's config.json, in place of a tiny one")
+    parser.add_argument("--config", type=Path, help="a model's config.json; default: a tiny model")
     arguments = parser.parse_args()
     # Match a rank that shares its device. Libraries read these variables when the first backend
     # imports them.
@@ -190,18 +190,18 @@ def work_of(model: ModelSpec, num_units: int) -> MeasuredCalls:
         value = getattr(config, name, minimum)
         if value < minimum:
             raise CallerError(
-                f"{name} is {value}",
+                f"{name} must be {minimum} or more, got {value}",
                 field=f"model.config.{name}",
-                remedy=f"measure a model with {minimum} or more",
+                remedy="measure another model",
             )
     try:
         return MeasuredCalls(model, num_units)
     # a size of zero or less, or more than fits in memory
     except (RuntimeError, ArithmeticError) as error:
         raise CallerError(
-            f"no model can be built: {error}",
+            f"cannot build the model: {error}",
             field="model.config",
-            remedy="give the config.json of a model that runs elsewhere",
+            remedy="give the config.json of a model that runs on this mesh",
         ) from error
 
 

@@ -120,7 +120,7 @@ def runs_from_part(
         name = fetch.name
         slot = slots_by_name.get(name)
         if slot is None or slot.dtype != reader.tensors[name].dtype:
-            raise other_model_error(f"{name} is not in it")
+            raise other_model_error(f"{name} is missing in it")
         if slot.num_bytes != math.prod(slot.shape) * item_bytes(slot.dtype):
             raise other_model_error(f"{name} is {slot.shape} in {slot.num_bytes} bytes")
         runs += _runs(fetch, use, slot, fetch.start, heap[name])
@@ -204,5 +204,5 @@ def other_model_error(reason: str) -> CallerError:
     return CallerError(
         f"the version is of another model: {reason}",
         code=Code.FAILED_PRECONDITION,
-        remedy="sync between deployments of one model only",
+        remedy="sync only between deployments of the same model",
     )

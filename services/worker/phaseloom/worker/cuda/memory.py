@@ -37,7 +37,7 @@ class DeviceRange:
         is
         negative."""
         if num_bytes < 0:
-            raise ValueError(f"{num_bytes} bytes")
+            raise ValueError(f"num_bytes must not be negative, got {num_bytes}")
         granularity = driver.granularity_bytes
         self.num_bytes = num_bytes
         self.mapped_bytes = max(1, -(-num_bytes // granularity)) * granularity
@@ -348,7 +348,7 @@ class CudaHeap:
 
     def _check(self, memory: memoryview) -> None:
         if memory.nbytes != self.num_bytes:
-            raise ValueError(f"{memory.nbytes} bytes of host memory for {self.num_bytes}")
+            raise ValueError(f"host memory must have {self.num_bytes} bytes, got {memory.nbytes}")
 
 
 def check_parts(parts: Sequence[Part], source_bytes: int, target_bytes: int) -> None:
@@ -357,7 +357,8 @@ def check_parts(parts: Sequence[Part], source_bytes: int, target_bytes: int) -> 
         is_inside = min(start, to, num_bytes) >= 0
         if not is_inside or start + num_bytes > source_bytes or to + num_bytes > target_bytes:
             raise ValueError(
-                f"{num_bytes} bytes from {start} of {source_bytes} to {to} of {target_bytes}"
+                f"copy out of bounds: {num_bytes} bytes from {start} of {source_bytes} to {to} of "
+                f"{target_bytes}"
             )
 
 

@@ -100,10 +100,10 @@ class Executor:
         kind = kind_for(args)
         if kind.name not in self.backend.kinds:
             raise CallerError(
-                f"backend {self.settings.spec.backend!r} cannot do {kind.name}",
+                f"backend {self.settings.spec.backend!r} does not support {kind.name}",
                 code=Code.FAILED_PRECONDITION,
                 field="args.type",
-                remedy="send it to a deployment whose backend can",
+                remedy="send the operation to a deployment whose backend supports it",
             )
         if not kind.moves_state:
             getattr(self.backend, f"check_{kind.name}")(args)
@@ -111,10 +111,10 @@ class Executor:
             _check_save(args)
         elif isinstance(args, SyncWeights) and args.keeps_kv and not self._can_keep_kv:
             raise CallerError(
-                "this deployment has no prefix cache that could outlast an update",
+                "keeps_kv requires a prefix cache, and this deployment has none",
                 code=Code.FAILED_PRECONDITION,
                 field="args.keeps_kv",
-                remedy="leave it out, or declare the deployment with the backend 'sampler' and "
+                remedy="omit keeps_kv, or declare the deployment with the backend 'sampler' and "
                 "prefix_cache = true",
             )
 
@@ -246,10 +246,10 @@ def _check_save(args: SaveState) -> None:
     check_name(args.name, "args.name")
     if len(args.controller_blob) > MAX_BLOB_BYTES:
         raise CallerError(
-            f"the controller's state has {len(args.controller_blob)} bytes, at most "
-            f"{MAX_BLOB_BYTES} are kept",
+            f"controller_blob must have at most {MAX_BLOB_BYTES} bytes, got "
+            f"{len(args.controller_blob)}",
             field="args.controller_blob",
-            remedy="save less, or keep it elsewhere and save where",
+            remedy="save less, or store the data elsewhere and save its location",
         )
     for deployment, name in args.checkpoints.items():
         check_name(deployment, "args.checkpoints")

@@ -193,7 +193,7 @@ class Follower:
             if version is not None and version.name != name:
                 raise ResourceError(
                     f"checkpoint {name} was overwritten while the ranks read it",
-                    remedy="it is read again",
+                    remedy="the operation is retried automatically",
                 )
             return version
 

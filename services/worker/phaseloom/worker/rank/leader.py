@@ -97,12 +97,12 @@ log = logging.getLogger(__name__)
 _PROGRESS_S = 0.5
 """Seconds between two progress reports of a `generate`."""
 
-_CANCELLED = ErrorInfo(Code.ABORTED, "it was cancelled")
+_CANCELLED = ErrorInfo(Code.ABORTED, "the operation was cancelled")
 _PARTIAL = ErrorInfo(
     Code.FAILED_PRECONDITION,
-    "a forward_backward since the last optim_step was not completed: the gradients, which were of "
-    "a part of the batch, are dropped",
-    remedy="send the batch again, or step with allow_partial",
+    "a forward_backward since the last optim_step did not complete, so the partial gradients are "
+    "dropped",
+    remedy="send the batch again, or set allow_partial on the optim_step",
 )
 
 
@@ -181,7 +181,7 @@ class Leader:
             else:
                 await asyncio.gather(*runs)
         except GroupLost as lost:
-            raise ResourceError(f"the ranks have lost one another: {lost.__cause__}") from lost
+            raise ResourceError(f"the ranks cannot reach one another: {lost.__cause__}") from lost
 
     async def _run_one(
         self,
@@ -230,12 +230,16 @@ class Leader:
         finally:
             self._reading.discard(permit.operation)
         if not is_reading and self.queue.is_cancelled(permit.operation):
-            await self._outcomes.notice("cancel ignored", "it mutates, and ran", permit.operation)
+            await self._outcomes.notice(
+                "cancel ignored", "it changes state, and had already run", permit.operation
+            )
         await self._outcomes.store_and_log(permit, payload, done, ran, parent)
         if ran.saved is not None and ran.saved.keep:
             await self._state_operations.prune(ran.saved)
         if ran.broken is not None:
-            raise ResourceError(f"the ranks cannot go on together: {ran.broken.__cause__!r}")
+            raise ResourceError(
+                f"the ranks of the WPG failed and cannot continue: {ran.broken.__cause__!r}"
+            )
 
     def cancel(self, cancel: CancelRun) -> None:
         self.queue.cancel(cancel.operation, keeps_partial=cancel.keeps_partial)
@@ -266,13 +270,14 @@ class Leader:
             return
         if permit.prev != self.executor.applied:
             raise ResourceError(
-                f"{permit.operation} comes after {permit.prev}, this state is at "
+                f"{permit.operation} requires the state at seq {permit.prev}, got seq "
                 f"{self.executor.applied}",
                 code=Code.FAILED_PRECONDITION,
             )
         if self._reading:
             raise ResourceError(
-                f"{permit.operation} would change what {len(self._reading)} operations read",
+                f"{permit.operation} would change state that {len(self._reading)} running "
+                f"operations read",
                 code=Code.FAILED_PRECONDITION,
             )
 
@@ -317,7 +322,7 @@ class Leader:
                 subject, encode(progress, content_type), headers={CONTENT_TYPE: content_type}
             )
         except nats.errors.Error as error:
-            log.debug("no progress of %s is told: %r", call.key, error)
+            log.debug("progress of %s not published: %r", call.key, error)
 
     # --- running --------------------------------------------------------------------------------
 

@@ -115,7 +115,7 @@ class RankRunner:
         """Serve the agent until the agent or the state manager is gone, or the rank has failed."""
         settings = self._settings
         lifecycle.log_as(self._name)
-        log.info("rank of incarnation %d starts, pid %d", settings.incarnation, os.getpid())
+        log.info("starting rank of incarnation %d, pid %d", settings.incarnation, os.getpid())
         self._agent = agent = await Peer[RankMessage].connect(settings.agent_socket, RankMessage)
         try:
             await self._serve(agent)
@@ -233,9 +233,9 @@ def _check_room(settings: RankConfig, memory: Memory) -> None:
             f"{settings.deployment} needs {needed} bytes of device {settings.device}, which has "
             f"{budget}",
             code=Code.RESOURCE_EXHAUSTED,
-            remedy="raise `devices` of the node (of `phaseloom up`: in its mesh file), or need "
-            "less there: an adapter, or one of a lower rank, optimizer_on HOST, a layout of more "
-            "ranks",
+            remedy="raise `devices` of the node (of `phaseloom up`: in its mesh file), or use "
+            "less memory: an adapter, a lower adapter rank, optimizer_on HOST, or a layout with "
+            "more ranks",
             details={"needed_bytes": needed, "used_bytes": 0, "budget_bytes": budget},
         )
 
@@ -354,7 +354,7 @@ def _leader_answers(leader: Leader) -> Answer:
             case TokensDrawn():
                 leader.queue.queue_tokens(body.operation, body.tokens)
             case _:
-                raise InternalError(f"a leader does not answer {type(body).__name__}")
+                raise InternalError(f"unexpected message for a leader: {type(body).__name__}")
         return Done()
 
     return answer
@@ -375,7 +375,7 @@ def _follower_answers(follower: Follower) -> Answer:
             case RollCall():
                 return Done()
             case _:
-                raise InternalError(f"a rank does not answer {type(body).__name__}")
+                raise InternalError(f"unexpected message for a rank: {type(body).__name__}")
         return Done()
 
     return answer

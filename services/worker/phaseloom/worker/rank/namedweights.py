@@ -101,13 +101,15 @@ class WeightsReader:
         try:
             if spec.model.adapter is not None and isinstance(backend, TakesAdapters):
                 if not spec.max_adapters:
-                    raise self._unsupported_error("declare it with max_adapters")
+                    raise self._unsupported_error("declare the deployment with max_adapters")
                 if named.checkpoint:
                     return await self._adapter_checkpoint(named, backend)
                 assert permit is not None
                 return await self._adapter_version(permit, backend)
             if not isinstance(backend, ReadsOthers):
-                raise self._unsupported_error("send it to a deployment of another backend")
+                raise self._unsupported_error(
+                    "send the operation to a deployment whose backend supports named weights"
+                )
             if named.checkpoint:
                 return await self._whole_checkpoint(named)
             assert permit is not None
@@ -117,7 +119,7 @@ class WeightsReader:
 
     def _unsupported_error(self, remedy: str) -> CallerError:
         return CallerError(
-            f"{self.executor.settings.deployment.deployment} reads no weights but its own",
+            f"{self.executor.settings.deployment.deployment} cannot use named weights",
             code=Code.FAILED_PRECONDITION,
             field="args.weights",
             remedy=remedy,
@@ -151,7 +153,7 @@ class WeightsReader:
             self._check_kind(opened)
             tensors = tensors_of(self.executor.backend.version_slots)
             if tensors_of(TensorTable.read(opened.tensors).tensors) != tensors:
-                raise _unusable_error("its tensors are others")
+                raise _unusable_error("its tensors differ")
             saved = await self._save_current()
             version = self._read.get(_replacement_key(name, saved))
             if version is None:
@@ -197,11 +199,11 @@ class WeightsReader:
         """
         adapter = self.executor.settings.spec.model.adapter
         if adapter is None and opened.adapter_config:
-            raise _unusable_error("it is of an adapter, and this deployment has all weights")
+            raise _unusable_error("it contains an adapter, and this deployment trains full weights")
         if adapter is None:
             return
         if not opened.adapter_config:
-            raise _unusable_error("it has all weights of its model, and no adapter")
+            raise _unusable_error("it contains full weights and no adapter")
         actual = self._adapter(opened)
         if (actual.rank, actual.alpha) != (adapter.rank, adapter.alpha):
             raise _unusable_error(
@@ -283,7 +285,7 @@ class WeightsReader:
 
         async def read(opened: SavedOpened, name: str) -> AdapterVersion:
             if not opened.adapter_config:
-                raise _unusable_error("it has all weights of its model, and no adapter")
+                raise _unusable_error("it contains full weights and no adapter")
             version = self._cached.get(name)
             if version is None:
                 slots = TensorTable.read(opened.tensors).tensors
@@ -299,12 +301,16 @@ class WeightsReader:
         try:
             config = msgspec.json.decode(opened.adapter_config, type=_PeftConfig)
         except msgspec.DecodeError as error:
-            raise _unusable_error(f"its config is none of a LoRA adapter: {error}") from None
+            raise _unusable_error(
+                f"its adapter_config.json is not a LoRA config: {error}"
+            ) from None
         if config.use_rslora or config.use_dora or config.rank_pattern or config.alpha_pattern:
-            raise _unusable_error("it scales its layers in a way of its own")
+            raise _unusable_error("its rslora, dora or per-layer settings are not supported")
         base = self.executor.settings.spec.model.registered
         if opened.operation and config.base_model_name_or_path != base:
-            raise _unusable_error(f"it is on {config.base_model_name_or_path!r}, not on {base!r}")
+            raise _unusable_error(
+                f"its base model is {config.base_model_name_or_path!r}, expected {base!r}"
+            )
         return Adapter(rank=config.r, alpha=config.lora_alpha)
 
     def _cache(self, version: AdapterVersion) -> None:
@@ -336,8 +342,9 @@ def _with_field(error: ErrorInfo, named: NamedWeights) -> ErrorInfo:
 
 def _unusable_error(reason: str) -> CallerError:
     return CallerError(
-        f"this deployment cannot read with the checkpoint: {reason}",
+        f"this deployment cannot use the checkpoint: {reason}",
         code=Code.FAILED_PRECONDITION,
         field="args.weights.checkpoint",
-        remedy="name one of a deployment of the same model, both with an adapter or both without",
+        remedy="name a checkpoint of the same model; both or neither of the deployments must have "
+        "an adapter",
     )

@@ -53,7 +53,7 @@ MAX_OUTCOME_BYTES = streams.MAX_PAYLOAD_BYTES - 65_536
 _TOO_LARGE = ErrorInfo(
     Code.RESOURCE_EXHAUSTED,
     "the result is too large for one message",
-    remedy="send fewer samples at once; as MessagePack it is smaller than as JSON",
+    remedy="send fewer samples at once, or use MessagePack, which is smaller than JSON",
 )
 
 
@@ -184,7 +184,7 @@ class Outcomes:
         if (done.outcome, done.result) != (again.outcome, again.result):
             await self.notice(
                 "outcome differs",
-                "the stored one stands; the state may not be the one that made it",
+                "the stored outcome is authoritative, but the state may not match it",
                 permit.operation,
             )
 
@@ -230,7 +230,7 @@ class Outcomes:
         try:
             await self.bus.notice("worker", label, reason, str(operation))
         except nats.errors.Error as error:
-            log.warning("%s: %s (%s); nobody was told: %r", operation, label, reason, error)
+            log.warning("%s: %s (%s); notice not published: %r", operation, label, reason, error)
 
     def _attributes(self, permit: Permit) -> dict[str, Any]:
         key = permit.operation

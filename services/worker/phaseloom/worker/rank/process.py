@@ -106,7 +106,7 @@ class RankHost:
             self._settings.agent_socket, RankMessage, self._answer
         )
         await agent.call(HostUp(self._settings.token))
-        log.info("process of several ranks starts, pid %d", os.getpid())
+        log.info("starting shared rank process, pid %d", os.getpid())
         await asyncio.wait([agent.closed])
 
     async def _answer(self, body: RankMessage, fds: list[int]) -> tuple[RankMessage, list[int]]:
@@ -120,7 +120,9 @@ class RankHost:
                     await rank.stop()
                     await lifecycle.end([running])
             case _:
-                raise InternalError(f"a process of ranks does not answer {type(body).__name__}")
+                raise InternalError(
+                    f"unexpected message for a shared rank process: {type(body).__name__}"
+                )
         return Done(), []
 
     async def _host(self, settings: RankConfig) -> None:
@@ -132,7 +134,7 @@ class RankHost:
         del self._running[settings.token]
         if not running.cancelled() and (error := running.exception()) is not None:
             is_known = isinstance(error, PhaseloomError)
-            log.warning("%s ends: %r", settings.deployment, error, exc_info=not is_known)
+            log.warning("rank of %s failed: %r", settings.deployment, error, exc_info=not is_known)
         await rank.end()
         del rank, running
         # Drop the last references to the rank's mappings.

@@ -171,7 +171,7 @@ class StateOperations:
             await self.state.versions.hold(version, call.key.seq)
         previous, self._synced = self._synced, SyncWeightsResult(args.version, fetched.digest)
         if previous is not None and previous.digest == fetched.digest:
-            reason = f"version {args.version} has the weights of version {previous.version}"
+            reason = f"version {args.version} has the same weights as version {previous.version}"
             await self.outcomes.notice("sync changed nothing", reason, call.key)
         return self._synced
 
@@ -252,7 +252,7 @@ class StateOperations:
             needed = {args.name, *await self._needed()}
             await self.state.prune_checkpoints(args.keep, sorted(needed))
         except PhaseloomError as error:
-            log.warning("old checkpoints of %s stay: %s", self.settings.deployment, error)
+            log.warning("old checkpoints of %s not removed: %s", self.settings.deployment, error)
 
     async def delete(self, args: DeleteCheckpoint) -> DeleteCheckpointResult:
         """Run a `delete_checkpoint`.
@@ -296,7 +296,7 @@ class StateOperations:
         assert isinstance(loaded, LoadStateResult)
         if expected not in {"", loaded.weights_sha256}:
             raise ResourceError(
-                f"checkpoint {args.name!r} has weights {expected}, loaded were "
+                f"checkpoint {args.name!r}: expected weights {expected}, loaded "
                 f"{loaded.weights_sha256}",
                 code=Code.DATA_LOSS,
             )

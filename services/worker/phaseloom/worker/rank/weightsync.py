@@ -100,7 +100,7 @@ class PartsReader:
         manifest."""
         manifest = decode_manifest(opened.memory, version)
         if manifest.tensors != self.model:
-            raise other_model_error("its tensors are others")
+            raise other_model_error("its tensors differ")
         plan = self._plan(manifest)
         parts_by_name = {part.part: part for part in manifest.parts}
         sources = {entry.part: entry.endpoints for entry in opened.described.sources}
@@ -147,7 +147,7 @@ class PartsReader:
         )
         described = opened.described
         if (described.digest, bytes(described.tensors)) != (part.digest, part.table):
-            raise ResourceError(f"version {key} is not what its manifest says", code=Code.DATA_LOSS)
+            raise ResourceError(f"version {key} does not match its manifest", code=Code.DATA_LOSS)
         return opened
 
 

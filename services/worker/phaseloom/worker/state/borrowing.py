@@ -68,7 +68,7 @@ class Loans:
         async with self._saved_lock:
             saved = self._saved() if self._saved is not None else None
             if saved is None or saved.applied != applied:
-                saved = await self._borrow(num_bytes, "a copy of the own weights", applied)
+                saved = await self._borrow(num_bytes, "a copy of the current weights", applied)
                 self._saved = weakref.ref(saved)
             return saved
 
@@ -80,7 +80,7 @@ class Loans:
         granted = expect(answer, MemoryLent)
         if len(fds) != 1:
             close_fds(fds)
-            raise InternalError(f"{len(fds)} extents came for one loan")
+            raise InternalError(f"expected 1 extent for a loan, got {len(fds)}")
         mapping = Mapping(fds[0], num_bytes, writable=not granted.is_host_copy)
         loop = asyncio.get_running_loop()
 
@@ -98,4 +98,4 @@ class Loans:
             try:
                 await self._link.ask(ReturnMemory(loan), Done)
             except PhaseloomError as error:
-                log.warning("loan %d is not returned: %s", loan, error)
+                log.warning("loan %d not returned: %s", loan, error)

@@ -195,7 +195,7 @@ class RankStateClient:
         registered = expect(answer, HeapRegistered)
         if len(fds) != (not frozen or registered.applied == 0):
             close_fds(fds)
-            raise InternalError(f"{len(fds)} extents came for one heap")
+            raise InternalError(f"unexpected number of extents for a heap: {len(fds)}")
         extent: Mapping | None = None
         for fd in fds:
             extent = Mapping(fd, extent_bytes(heap.num_bytes, host_bytes), writable=True)
@@ -334,7 +334,7 @@ class RankStateClient:
     ) -> tuple[StateMessage, Sequence[int]]:
         if self._is_leaving:
             close_fds(fds)
-            raise ResourceError("the rank ends")
+            raise ResourceError("the rank is shutting down")
         if self._copies.is_frozen and isinstance(body, CopyOut | CopyIn):
             return await self._run(lambda: self._copies.copy_frozen(body, fds)), ()
         if isinstance(body, StageState | LoadStaged):
@@ -352,7 +352,7 @@ class RankStateClient:
                 heap, _ = self._copies.registered()
                 await self._run(lambda: devicememory.unpin(heap))
                 return Done(), ()
-        raise CallerError(f"a rank does not answer {type(body).__name__}", field="type")
+        raise CallerError(f"unexpected message for a rank: {type(body).__name__}", field="type")
 
     async def _run(self, work: Callable[[], Kind]) -> Kind:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)

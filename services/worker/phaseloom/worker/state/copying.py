@@ -106,7 +106,7 @@ class MappedVersions:
         """Return a mapping of the received extent, reusing an earlier mapping of the same file."""
         if len(fds) != 1:
             close_fds(fds)
-            raise InternalError(f"{len(fds)} extents came for one version")
+            raise InternalError(f"expected 1 extent for a version, got {len(fds)}")
         status = os.fstat(fds[0])
         identity = (status.st_dev, status.st_ino, writable)
         mapping = self._mappings.pop(identity, None)

@@ -47,12 +47,12 @@ def allocate(kind: DeviceKind, device: int, num_bytes: int, scratch_bytes: int =
     except (CudaError, CudaUnavailable) as error:
         if isinstance(error, CudaError) and error.is_out_of_memory:
             raise ResourceError(
-                f"{num_bytes + scratch_bytes} bytes of device {device}: {error}",
+                f"cannot allocate {num_bytes + scratch_bytes} bytes on device {device}: {error}",
                 code=Code.RESOURCE_EXHAUSTED,
-                remedy="give the state manager less of the device, so that new ranks find room",
+                remedy="lower the state manager's budget of the device, so that new ranks fit",
             ) from error
         raise ResourceError(
-            f"{num_bytes + scratch_bytes} bytes of device {device}: {error}",
+            f"cannot allocate {num_bytes + scratch_bytes} bytes on device {device}: {error}",
             code=Code.UNAVAILABLE,
             remedy="set worker.device_kind to emulated, or use a machine with a GPU",
         ) from error
@@ -160,7 +160,7 @@ def share(
     try:
         return memory.share(num_bytes, list(runs(pairs)))
     except CudaError as error:
-        log.info("a version is not shared on the device: %s", error)
+        log.info("version not shared on the device: %s", error)
         return None
 
 
@@ -175,7 +175,7 @@ def take(
     try:
         memory.take(fd, num_bytes, list(runs(pairs)))
     except CudaError as error:
-        log.warning("a version cannot be taken on the device: %s", error)
+        log.warning("version not loaded from the device: %s", error)
         return False
     return True
 

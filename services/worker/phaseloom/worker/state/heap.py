@@ -46,7 +46,7 @@ class Heap:
             )
         except (OSError, OverflowError) as error:
             raise ResourceError(
-                f"its state needs {self._mapped_bytes} bytes, which cannot be mapped: {error}",
+                f"cannot map the {self._mapped_bytes} bytes that the state needs: {error}",
                 code=Code.RESOURCE_EXHAUSTED,
                 remedy="use a smaller model, or an adapter of a lower rank",
             ) from error

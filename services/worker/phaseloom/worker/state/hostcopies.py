@@ -104,7 +104,7 @@ class HeapCopier:
             return self._copy_in_frozen(heap, order, fds)
         if len(fds) > 1:
             close_fds(fds)
-            raise InternalError(f"{len(fds)} extents came for one copy")
+            raise InternalError(f"expected 1 extent for a copy, got {len(fds)}")
         if not fds:
             return self._stay_with_copy(heap, order)
         self.drop_source()
@@ -124,7 +124,7 @@ class HeapCopier:
         heap = self.registered_heap()
         if len(fds) != 1:
             close_fds(fds)
-            raise InternalError(f"{len(fds)} extents came for one copy")
+            raise InternalError(f"expected 1 extent for a copy, got {len(fds)}")
         started = time.monotonic()
         staged = Mapping(fds[0], extent_bytes(heap.num_bytes, self.host_bytes), writable=True)
         try:
@@ -144,7 +144,9 @@ class HeapCopier:
     def _replace(self, heap: DeviceMemory, source: memoryview, expected: str) -> str:
         digest = devicememory.copy_in(source, heap)
         if digest != expected:
-            raise ResourceError(f"what came is {digest}, not {expected}", code=Code.DATA_LOSS)
+            raise ResourceError(
+                f"staged state has digest {digest}, expected {expected}", code=Code.DATA_LOSS
+            )
         if self.host_bytes:
             copy(source[host_start(heap.num_bytes) :], self.host_memory)
         self._on_loaded()
@@ -157,7 +159,7 @@ class HeapCopier:
         """
         source = self._mapped(fds)[: heap.num_bytes]
         if len(source) != heap.num_bytes:
-            raise InternalError(f"{len(source)} bytes for a heap of {heap.num_bytes}")
+            raise InternalError(f"expected an extent of {heap.num_bytes} bytes, got {len(source)}")
         return self._load(heap, order.digest, lambda: devicememory.copy_in(source, heap))
 
     def _mapped(self, fds: list[int]) -> memoryview:
@@ -168,7 +170,7 @@ class HeapCopier:
         """
         try:
             if len(fds) != 1:
-                raise InternalError(f"{len(fds)} extents came for one copy")
+                raise InternalError(f"expected 1 extent for a copy, got {len(fds)}")
             status = os.fstat(fds[0])
             identity = (status.st_dev, status.st_ino)
             if self._source is None or self._source[0] != identity:
@@ -233,7 +235,7 @@ class HeapCopier:
             digest = move()
             if digest != expected:
                 raise ResourceError(
-                    f"the host copy's digest is {digest}, not {expected}", code=Code.DATA_LOSS
+                    f"the host copy has digest {digest}, expected {expected}", code=Code.DATA_LOSS
                 )
             self._on_loaded()
             applied = self.applied()

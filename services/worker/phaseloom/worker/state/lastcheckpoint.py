@@ -28,8 +28,8 @@ async def last_checkpoint(bus: Bus, job: JobKey) -> Checkpoint | None:
 
 def needed_error(name: str) -> CallerError:
     return CallerError(
-        f"the job falls back to checkpoint {name!r}",
+        f"checkpoint {name!r} is still needed: the job falls back to it",
         code=Code.FAILED_PRECONDITION,
         field="args.name",
-        remedy="save another one with a controller's blob first",
+        remedy="first save another checkpoint with a controller_blob",
     )

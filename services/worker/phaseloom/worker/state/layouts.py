@@ -101,9 +101,9 @@ def paired(
     if by_name.keys() != {slot.name for slot in slots}:
         unmatched = sorted(by_name.keys() ^ {slot.name for slot in slots})
         raise CallerError(
-            f"the version is of another model: {', '.join(unmatched[:3])} is on one side only",
+            f"the version is of another model: {', '.join(unmatched[:3])} exists on one side only",
             code=Code.FAILED_PRECONDITION,
-            remedy="sync between deployments of one model only",
+            remedy="sync only between deployments of the same model",
         )
     pairs = [(by_name[slot.name], slot) for slot in slots]
     for tensor, slot in pairs:
@@ -113,6 +113,6 @@ def paired(
                 f"{slot.name} is {tensor.dtype}{tensor.shape} in the version and "
                 f"{slot.dtype}{slot.shape} here, in {tensor.num_bytes} and {slot.num_bytes} bytes",
                 code=Code.FAILED_PRECONDITION,
-                remedy="sync between deployments of one model only",
+                remedy="sync only between deployments of the same model",
             )
     return pairs

@@ -102,7 +102,9 @@ class StateLink:
             self.closed.set_result(reason)
         if not connection.following.done():
             connection.following.set_exception(
-                ResourceError(f"the state manager is gone: {reason}", remedy="it is restarted")
+                ResourceError(
+                    f"the state manager is gone: {reason}", remedy="wait until it has restarted"
+                )
             )
             # Mark the exception as retrieved, because there may be no waiter.
             connection.following.exception()
@@ -118,7 +120,7 @@ class StateLink:
                 async with asyncio.timeout(self._reconnect_s):
                     peer = await self._reconnected()
             except TimeoutError:
-                self._end(connection, f"{reason}; not back within {self._reconnect_s:.0f} s")
+                self._end(connection, f"{reason}; did not return within {self._reconnect_s:.0f} s")
                 return
             except PhaseloomError as error:
                 self._end(connection, f"{reason}; {error}")

@@ -129,7 +129,7 @@ class RankVersions:
             await self._link.call(ShareOnDevice(key), [fd])
         except PhaseloomError as error:
             # Only a cache fails here: the version is committed in host memory.
-            log.warning("version %s is not shared on the device: %s", key, error)
+            log.warning("version %s not shared on the device: %s", key, error)
         finally:
             os.close(fd)
 
@@ -270,7 +270,7 @@ class RankVersions:
             try:
                 devicememory.copy_rows(saved.memory, heap, [StridedRanges(0, 0, len(saved.memory))])
             except BaseException:
-                log.critical("the heap has not its own weights any more", exc_info=True)
+                log.critical("the heap's original weights could not be restored", exc_info=True)
                 os._exit(1)
 
     async def load(self, opened: OpenedVersion, slots: Sequence[TensorSlot]) -> None:
