@@ -392,7 +392,7 @@ async def test_program_whose_job_waits_for_a_place_is_told_why(
     mesh: Mesh, wire: Wire, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A pool's name with a typo is a pool whose nodes may be yet to come."""
-    monkeypatch.setattr(client.mesh, "_FIRST_WORD_AFTER_S", 0.0)
+    monkeypatch.setattr(client.mesh, "_FIRST_NOTICE_AFTER_S", 0.0)
     spec = client.DeploymentSpec("policy", "trian", "noop", client.ModelSpec({}), trainable=True)
     async with tenant(mesh) as connection:
         waiting = asyncio.create_task(connection.submit_job("mistyped", [spec]))

@@ -682,7 +682,7 @@ async def test_what_cannot_be_looked_up_in_time_is_logged_once_more(
     bus: Bus, tenant: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would be put back for ever where the log has grown too long."""
-    monkeypatch.setattr(router_shell, "_LOOK_BACK_S", 0.0)
+    monkeypatch.setattr(router_shell, "_SEARCH_TIMEOUT_S", 0.0)
     await bus.keys.put(Bucket.SESSIONS, str(JOB), b"1")
     await leave_half_logged(bus, tenant, 8)
     async with Router(bus).running([TENANT]):
