@@ -53,7 +53,9 @@ class Phase:
         Raises: CallerError: there is no current job. ResourceError: ABORTED: the job's session is
                 over.
         """
-        await self._begin(self._job or _current())
+        job = self._job or _current()
+        await job.begin_phase(self.pool)
+        self._open.append(job)
 
     async def end(self) -> None:
         """End the phase.
@@ -67,10 +69,6 @@ class Phase:
                 remedy="call `begin` first",
             )
         await self._open.pop().end_phase(self.pool)
-
-    async def _begin(self, job: HasPhases) -> None:
-        await job.begin_phase(self.pool)
-        self._open.append(job)
 
     async def __aenter__(self) -> Phase:
         await self.begin()

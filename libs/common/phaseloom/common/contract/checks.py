@@ -82,16 +82,12 @@ def check_report(job: str, step: int, values: Mapping[str, float]) -> None:
                 remedy=f"use 1 to {MAX_METRIC_CHARS} letters, digits, '_', '-', '.', '/' or ':', "
                 "starting with a letter or digit",
             )
-        if not _is_finite(value):
+        if not (isinstance(value, SupportsFloat) and math.isfinite(value)):
             raise CallerError(
                 f"{name} must be a finite number, got {value!r}",
                 field=f"values.{name}",
                 remedy="report finite numbers and omit other values",
             )
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, SupportsFloat) and math.isfinite(value)
 
 
 # --- Kinds ---------------------------------------------------------------------------------------

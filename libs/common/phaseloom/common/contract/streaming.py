@@ -107,7 +107,8 @@ def messages(
     room = max_bytes
     for chunk in chunks:
         for piece in _pieces(chunk, max_bytes):
-            num_bytes = _num_bytes(piece)
+            num_values = length(piece.tokens) + length(piece.top_tokens)
+            num_bytes = _OVERHEAD_BYTES + _VALUE_BYTES * num_values
             if num_bytes > room and message:
                 yield message
                 message, room = [], max_bytes
@@ -126,11 +127,6 @@ def _pieces(chunk: DrawnTokens, max_bytes: int) -> Iterator[DrawnTokens]:
         return
     for start in range(0, num_tokens, max_tokens):
         yield part_of(chunk, start, min(num_tokens, start + max_tokens))
-
-
-def _num_bytes(chunk: DrawnTokens) -> int:
-    num_values = length(chunk.tokens) + length(chunk.top_tokens)
-    return _OVERHEAD_BYTES + _VALUE_BYTES * num_values
 
 
 def _slice(values: V, start: int, stop: int) -> V:

@@ -65,11 +65,10 @@ class _Deployment:
 
     def _advance_read_to(self) -> None:
         self.read_to = max(self.read_to, self.done_to)
-        while self._may_read_past(self.read_to + 1):
-            self.read_to += 1
-
-    def _may_read_past(self, seq: int) -> bool:
-        return seq in self.done_above or self.open_kinds.get(seq) in READING_KINDS
+        while (seq := self.read_to + 1) in self.done_above or (
+            self.open_kinds.get(seq) in READING_KINDS
+        ):
+            self.read_to = seq
 
 
 class Readiness:

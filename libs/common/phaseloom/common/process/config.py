@@ -54,7 +54,9 @@ def load(
     hints = get_type_hints(kind)
     if file is not None:
         _check_alone(section, file)
-    values = _read_section(section, file or _config_file(environ), fields)
+    elif environ.get(FILE_VARIABLE):
+        file = Path(environ[FILE_VARIABLE])
+    values = _read_section(section, file, fields)
     sources = {name: f"[{section}] {name}" for name in values}
     prefix = f"{PREFIX}{section.upper()}_" if section else PREFIX
     for variable, text in environ.items():
@@ -139,11 +141,6 @@ def unset_for_children(section: str, field: str) -> None:
 def set_for_children(variable: str, value: str) -> None:
     """Set a variable for processes that this one starts later."""
     os.environ[variable] = value
-
-
-def _config_file(environ: Mapping[str, str]) -> Path | None:
-    name = environ.get(FILE_VARIABLE)
-    return Path(name) if name else None
 
 
 def _read_section(section: str, file: Path | None, fields: Mapping[str, Any]) -> dict[str, Any]:

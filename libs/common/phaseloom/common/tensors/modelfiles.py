@@ -77,7 +77,10 @@ def read_model(name: str, directory: Path) -> RegisteredModel:
     with _readable():
         file_names = sorted(p.name for p in directory.iterdir() if p.is_file())
         registered = [CONFIG_FILE, *weights, *filter(is_companion, file_names)]
-        files = [_hashed(directory / file_name) for file_name in registered]
+        files = [
+            ModelFile(file, (directory / file).stat().st_size, file_blake3(directory / file))
+            for file in registered
+        ]
     num_parameters = sum(prod(entry.shape) for entry in entries)
     dtypes = sorted({entry.dtype for entry in entries})
     pinned = ModelDirectory(str(directory), files)
@@ -153,11 +156,6 @@ def _decoded(path: Path, kind: Any) -> Any:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except msgspec.DecodeError as error:
         raise _invalid(path, str(error)) from None
-
-
-def _hashed(path: Path) -> ModelFile:
-    num_bytes = path.stat().st_size
-    return ModelFile(path.name, num_bytes, file_blake3(path))
 
 
 def _invalid(path: Path, problem: str) -> CallerError:
