@@ -88,6 +88,7 @@ def split_prompts(
         scored_bytes = (
             prompt_bytes + length(prompt.tokens) * prompt_top_logprobs * _SAMPLED_TOKEN_BYTES
         )
+        # Both the request and its result must fit in one message.
         return max(
             prompt_bytes, num_samples * sample_bytes + (scored_bytes if prompt_logprobs else 0)
         )
@@ -102,6 +103,7 @@ def _split(
     room = limit_bytes
     for i, item in enumerate(items):
         num_bytes = size(item)
+        # Samples cannot be split, so one that exceeds a message can never be sent.
         if num_bytes > limit_bytes:
             raise CallerError(
                 f"one sample takes {num_bytes} bytes, but a message holds at most {limit_bytes}",

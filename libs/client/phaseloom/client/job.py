@@ -126,6 +126,7 @@ class Deployment:
         Raises: PhaseloomError: the version cannot be published or synced.
         """
         await published
+        # Submit the sync first: the continuations of interrupted rollouts must be ordered after it.
         synced = self.sync_weights(published, keeps_kv=keeps_kv)
         await self._rollouts.interrupt()
         return await synced
@@ -337,6 +338,7 @@ class Deployment:
         key = parse_operation_key(f"{self._job}.{self.name}.{seq}")
         payload = encode(ops.Operation(id, self._session, args, self._refs(after), timeout_s))
         self._outbox.check_room(len(payload))
+        # Automatic numbers continue above the caller's.
         self._next_seq = max(self._next_seq, seq + 1)
         part = OperationPart(key, id, ops.kind_of(args), payload)
         self._outbox.submit(part)
@@ -380,6 +382,7 @@ class Deployment:
             id = uuid.uuid4().hex
             payload = encode(ops.Operation(id, self._session, args, refs, timeout_s))
             messages.append((id, ops.kind_of(args), payload))
+        # Check the room for all parts before any of them reserves a `seq`.
         self._outbox.check_room(sum(len(payload) for _, _, payload in messages))
         submitted = []
         for id, kind, payload in messages:

@@ -249,6 +249,7 @@ class MeshJob(Job):
         Declarations reach the mesh in the order of the calls.
         """
         async with self._declaring:
+            # Read the count under the lock: it may have changed while an earlier call was sent.
             is_open = self._phases[pool] > 0
             if is_open == (pool in self._declared):
                 return
@@ -479,6 +480,7 @@ class Mesh:
                     self._client, self._tenant, "checkpoint.delete", request, api.CheckpointDeleted
                 )
             except CallerError as error:
+                # An unanswered attempt has already deleted it.
                 if may_be_done and error.info.code is Code.NOT_FOUND:
                     return 0
                 raise
@@ -586,6 +588,7 @@ class Mesh:
                 reply = await call_api(
                     self._client, self._tenant, "session.heartbeat", beat, api.Beat
                 )
+                # Several heartbeats per lease, so that a lost one does not end the session.
                 pause_s = reply.within_s / _BEATS_PER_LEASE
             except PhaseloomError as error:
                 if error.info.code is Code.FAILED_PRECONDITION:  # the job is over

@@ -170,6 +170,7 @@ class Rollout:
         try:
             result = await operation.handle
         except ResourceError as error:
+            # Stopping an operation that was not running yet cancels it: it has no result.
             if not (operation.is_interrupted and error.info.code is Code.ABORTED):
                 raise
             has_result = False
@@ -191,6 +192,7 @@ class Rollout:
             for sample in samples
             if sample.sequence.stop_reason == PARTIAL
         ]
+        # Each unfinished sample becomes a prompt of its own, since samples differ in length now.
         prompts = [continued(sample.prompt, sample.sequence) for sample in unfinished]
         await self._complete_all(self._submit(prompts, [[sample] for sample in unfinished]))
 

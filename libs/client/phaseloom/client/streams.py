@@ -73,6 +73,7 @@ class GenerateHandle(OperationHandle[ops.GenerateResult]):
         """
         index = 0
         while True:
+            # Take the event before looking for pieces, so that none added meanwhile is missed.
             new_pieces = self._new_pieces
             self._add_results()
             while index < len(self._pieces):
@@ -104,6 +105,7 @@ class GenerateHandle(OperationHandle[ops.GenerateResult]):
             self._completed_parts.add(i)
 
     def _notify(self, _: object = None) -> None:
+        # A fresh event per notification: several streams may iterate over the same handle.
         new_pieces, self._new_pieces = self._new_pieces, asyncio.Event()
         new_pieces.set()
 

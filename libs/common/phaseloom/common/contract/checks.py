@@ -299,6 +299,7 @@ def check_num_targets(args: ops.ForwardBackward) -> None:
 def _check_unused(args: ops.ForwardBackward) -> None:
     """Reject arrays that the loss ignores, because the caller would expect them to have an
     effect."""
+    # Cross-entropy is weighted by `weights`; all other losses by `advantages`.
     unused, used = ("weights", "advantages")
     if args.loss is ops.Loss.CROSS_ENTROPY:
         unused, used = used, unused

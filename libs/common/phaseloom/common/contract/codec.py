@@ -27,10 +27,11 @@ class Message(msgspec.Struct, frozen=True, tag=snake_case, tag_field="type", omi
 
 
 def _number(value: Any) -> int | float:
-    """Convert a scalar of another library, such as a numpy scalar or a tensor with one element.
+    """Convert a scalar of another library, such as a numpy scalar or a zero-dimensional tensor.
 
     Raises: TypeError: the value is not a scalar number.
     """
+    # An array with one element would convert silently.
     if getattr(value, "ndim", 0):
         raise TypeError(f"expected a scalar number, got {type(value).__name__}")
     try:

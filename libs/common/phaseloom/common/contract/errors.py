@@ -124,6 +124,7 @@ def session_superseded(session: int, newest: int) -> ErrorInfo:
     )
 
 
+# All other codes but INTERNAL are a ResourceError.
 _CALLER_CODES = {
     Code.INVALID_ARGUMENT,
     Code.NOT_FOUND,

@@ -91,6 +91,7 @@ class WpgLost(Message, frozen=True):
     @property
     def is_innocent(self) -> bool:
         """Whether another WPG, in the process that they shared, caused the death of this one."""
+        # Without known culprits the WPG itself counts as the cause.
         return bool(self.culprits) and self.deployment not in self.culprits
 
 

@@ -148,6 +148,7 @@ def balanced(costs: Sequence[int], parts: int) -> list[range]:
     """
     total = sum(costs) or 1
     ends = accumulate(costs)
+    # Midpoints times two, to stay in integers.
     middles = (2 * end - cost for end, cost in zip(ends, costs, strict=True))
     part_of = [min(parts - 1, middle * parts // (2 * total)) for middle in middles]
     counts = [part_of.count(part) for part in range(parts)]
@@ -172,6 +173,7 @@ def merge_metrics(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _reduced(name: str, values: list[float]) -> float:
+    # Equal values need no reduction, and their mean could differ in the last bit.
     if len(set(values)) == 1 and not name.endswith(":sum"):
         return values[0]
     match name.rpartition(":")[2]:

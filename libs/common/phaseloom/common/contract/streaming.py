@@ -36,6 +36,7 @@ class StreamedTokens:
         """Accept the tokens of a message that follow directly. Returns: those tokens; None: there
         are none."""
         received = self._tokens.setdefault((chunk.prompt, chunk.sample), [])
+        # Negative: the chunk would leave a gap. At least the chunk's length: nothing in it is new.
         skip = len(received) - chunk.offset
         if not 0 <= skip < length(chunk.tokens):
             return None

@@ -266,6 +266,7 @@ class Activity:
                 busy.append(interval)
                 del busy[:-_MAX_BUSY]
             return max(0.0, end_s - start_s)
+        # Reports may arrive late and overlap, so count only the time that is not counted yet.
         fresh = subtract(merge([interval]), busy)
         self._busy[device] = merge([*busy, *fresh])[-_MAX_BUSY:]
         return total(fresh)
@@ -275,6 +276,7 @@ class Activity:
             self._end_dependents(key)
 
     def _end_dependents(self, key: OperationKey) -> None:
+        # Follow `after` transitively: an operation that did not complete ends all its dependents.
         ended = [key]
         job_operations = [o for d, o in self._open.items() if d.job_key == key.job_key]
         while ended:

@@ -481,6 +481,7 @@ async def _response(
 ) -> bytes:
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+    # Parse just enough of HTTP: only GET of two paths is served, one request per connection.
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     method, path, *_ = [*head.split(), "", ""]
     if (method, path) == ("GET", "/healthz"):

@@ -43,6 +43,7 @@ class _Deployment:
         self.open_kinds.pop(seq, None)
         if seq > self.done_to:
             self.done_above.add(seq)
+        # A mutating operation runs only after all lower ones, so the log must have missed some.
         if kind in MUTATING_KINDS and seq > self.done_to + 1:
             self._catch_up(seq)
         while self.done_to + 1 in self.done_above:

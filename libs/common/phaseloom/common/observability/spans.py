@@ -91,7 +91,7 @@ def _end_of(path: Path, num_bytes: int) -> bytes:
         left_out = max(0, path.stat().st_size - num_bytes)
         file.seek(left_out)
         if left_out:
-            file.readline()
+            file.readline()  # skip the rest of a line that starts before this point
         return file.read()
 
 

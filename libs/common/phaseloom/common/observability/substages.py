@@ -56,6 +56,7 @@ def split_steps(
     index = 0
     for bucket, group in groupby(tokens, key=lambda number: bisect_right(edges, number)):
         end = index + sum(1 for _ in group)
+        # Shorter excursions into another bucket belong to the sub-stage before them.
         if not starts or (sum(counts[index:end]) >= window and bucket != starts[-1][0]):
             starts.append((bucket, index))
         index = end
@@ -127,6 +128,7 @@ class StepRecord:
         now_s = self._now()
         step = StepRun(1, tokens, now_s - self._since_s)
         self._since_s = now_s
+        # Equal bit lengths mean that the tokens lie between the same two powers of two.
         if tokens.bit_length() == self._level:
             self._runs[-1] = _merge([self._runs[-1], step])
             return

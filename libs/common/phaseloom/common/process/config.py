@@ -67,6 +67,7 @@ def load(
             if not section:
                 continue
             raise _unknown(variable, [f"{prefix}{field.upper()}" for field in fields])
+        # Text fields take the variable literally, so that a password such as `123` stays text.
         values[name] = text if _is_text(hints[fields[name].name]) else _parse(text)
         sources[name] = variable
     for name, field in fields.items():

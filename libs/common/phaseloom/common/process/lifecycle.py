@@ -85,6 +85,7 @@ def die_with_parent() -> None:
     parent_pid = config.load(ProcessConfig, "").die_with_parent
     if parent_pid:
         diewithparent.arm(parent_pid)
+    # Children inherit this process's pid as the parent to die with.
     config.set_for_children(DIE_WITH_PARENT, str(os.getpid()))
 
 
@@ -265,7 +266,7 @@ class _StopSignal:
     def _give_up(self) -> None:
         log.critical("%s did not stop within %.0f s: exiting hard", self._service, STOP_TIMEOUT_S)
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(1)  # sys.exit would only end this thread
 
 
 def _log_end(service: str, error: BaseException) -> None:

@@ -45,6 +45,7 @@ def map_file(fd: int, num_bytes: int, *, writable: bool = True) -> tuple[mmap.mm
     if num_bytes < HUGE_BYTES:
         return mmap.mmap(fd, num_bytes, flags=_sharing(writable)), 0
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    # Reserve one huge page more than needed, to be able to align the start.
     mapping = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=flags)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     start = -address % HUGE_BYTES

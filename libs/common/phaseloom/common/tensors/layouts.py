@@ -119,6 +119,7 @@ def merge(kind: str, results: Sequence[Result], layout: Layout) -> Result:
     if merge_parts is not None:
         merged: Result = merge_parts([results[rank] for rank in reporting_ranks(layout)])
         return merged
+    # A single result must not depend on the rank; a difference is a bug in the backend.
     if any(result != results[0] for result in results):
         raise InternalError(f"the ranks disagree on the result of {kind}: {results}")
     return results[0]

@@ -133,6 +133,7 @@ def _weights(directory: Path) -> tuple[list[str], list[TensorEntry]]:
     names = sorted(set(weight_map.values()))
     entries: list[TensorEntry] = []
     for name in names:
+        # A path in the index could make us hash any file of the machine.
         if Path(name).name != name:
             raise _invalid(index, f"the index names a file outside the directory: {name!r}")
         entries += _entries(directory / name)

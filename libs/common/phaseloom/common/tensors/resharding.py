@@ -244,6 +244,7 @@ def _cells(name: str, targets: _Held, sources: _Held) -> list[_Cell]:
         for dim in range(len(boxes[0].start))
     ]
     cells: list[_Cell] = []
+    # Cut space at every edge of every box: no box then crosses a cell.
     for spans in product(*(pairwise(dim_edges) for dim_edges in edges)):
         box = Box(tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
         uses = tuple(
@@ -291,6 +292,7 @@ def _fill_counts(count: int, size: int, loads: list[int]) -> list[int]:
 
     Args:   loads: the previous load of each part.
     """
+    # Water filling: raise the least loaded parts to a common level, ignoring the size of items.
     order = sorted(range(len(loads)), key=lambda i: (loads[i], i))
     total, num_open = count * size, 0
     level = 0
@@ -356,6 +358,7 @@ def byte_rows(
             receiver: the same for the receiver's tensor.
     """
     dim, length = _adjacent(size, item_bytes, sender[1], receiver[1])
+    # The innermost of the outer dimensions becomes the rows of one StridedRanges.
     outer = max(0, dim - 1)
     rows = StridedRanges(0, 0, length)
     if dim:
@@ -386,6 +389,7 @@ def _adjacent(size: Sequence[int], item_bytes: int, *shapes: Sequence[int]) -> t
     Returns: the number of outer dimensions over which the ranges are spread, and the bytes of each.
     """
     length, dim = item_bytes, len(size)
+    # Dimensions that the slice covers completely in every tensor are contiguous.
     while dim and all(size[dim - 1] == shape[dim - 1] for shape in shapes):
         dim -= 1
         length *= size[dim]

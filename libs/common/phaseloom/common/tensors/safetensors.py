@@ -94,6 +94,7 @@ def lay_out(
             "data_offsets": [begin, end],
         }
     text = msgspec.json.encode(header)
+    # Pad the header so that the data starts aligned.
     text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT_BYTES)
     start = LENGTH_BYTES + len(text)
     entries = [
@@ -146,6 +147,7 @@ def decode_header(text: bytes, file_bytes: int) -> list[TensorEntry]:
         entry = TensorEntry(
             name, _NAMES[tensor.dtype], tuple(tensor.shape), start + tensor.data_offsets[0]
         )
+        # Gaps and overlaps are errors: every byte of the data must belong to exactly one tensor.
         if entry.offset != end or entry.end != start + tensor.data_offsets[1]:
             raise ValueError(f"{name} has an invalid offset or size")
         end = entry.end

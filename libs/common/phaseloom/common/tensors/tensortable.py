@@ -146,6 +146,7 @@ class TensorTable:
             return None
         offsets, sizes = _unpacked("q", columns.offsets), _unpacked("q", columns.sizes)
         end = _end_of(offsets, sizes)
+        # Usually the tensors are in order of offset; sort them only if they are not.
         if end is None:
             spans = sorted(zip(offsets, sizes, strict=True))
             end = _end_of([place[0] for place in spans], [place[1] for place in spans])

@@ -161,7 +161,7 @@ class DecisionLog:
             async for message in messages:
                 sequence, time_s = position_of(message)
                 if sequence < next_sequence:
-                    continue
+                    continue  # a recreated consumer repeats entries
                 if self._link.client.stats["reconnects"] != connections:
                     connections = self._link.client.stats["reconnects"]
                     if newest_s is not None:
@@ -191,6 +191,7 @@ class DecisionLog:
             else:
                 if end is None:
                     return
+                # A lagging server may lack the entry for a while; believe it only after that.
                 if time.monotonic() >= sure_at_s:
                     raise log_end_lost(sequence, end)
             await asyncio.sleep(PAUSE_S)

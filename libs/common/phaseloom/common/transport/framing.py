@@ -176,7 +176,7 @@ class Peer(Generic[Body]):
             return await future
         except asyncio.CancelledError:
             if future.cancelled() and not self.closed.done():
-                self._abandoned.add(number)
+                self._abandoned.add(number)  # its answer is still expected, and dropped
             elif not future.cancelled() and future.exception() is None:
                 close_fds(future.result()[1])
             raise
@@ -277,6 +277,7 @@ class Peer(Generic[Body]):
             self._dispatch(frame, fds)
             if self.closed.done():
                 return
+        # Descriptors arrive with the first byte of their frame, so none may be left over here.
         if not self._received and self._received_fds:
             raise _ProtocolError("file descriptors that no frame announced")
 
@@ -356,6 +357,7 @@ class Peer(Generic[Body]):
             except OSError as error:
                 self.cut(f"write failed: {error}")
                 return
+            # The descriptors went with the first byte, even if the frame is sent in several parts.
             close_fds(unsent.fds)
             unsent.fds.clear()
             self._unsent_bytes -= sent

@@ -76,6 +76,7 @@ class GroupCommit(Generic[T, R]):
             async with self._turn:
                 if not self._is_complete(group):
                     await self._wait(group)
+                # Close the group before storing it: items that arrive now belong to the next one.
                 if self._open is group:
                     self._open = None
                 result = await self._store(group.items)

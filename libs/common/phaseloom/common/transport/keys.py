@@ -99,7 +99,7 @@ class Keys:
                 sequence, _ = position_of(message)
                 key = message.subject.removeprefix(prefix)
                 if sequence <= newest.get(key, 0):
-                    continue
+                    continue  # repeated after a restart of the server
                 newest[key] = sequence
                 stored = Stored(message.data, sequence, dict(message.headers or {}))
                 yield KeyChange(key, None if stored.is_gone else stored)

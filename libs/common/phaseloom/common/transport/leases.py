@@ -166,6 +166,7 @@ class Lease:
         """
         claim = _Claim(bus, key, value, _whole_seconds(ttl_s), secrets.token_hex(8))
         while True:
+            # Measured before the request: the lease may expire this long after it was sent.
             began_s = time.monotonic()
             try:
                 revision = await claim.try_acquire()

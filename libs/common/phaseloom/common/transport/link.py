@@ -105,6 +105,7 @@ class Link:
     js: JetStreamContext = field(init=False)
 
     def __post_init__(self) -> None:
+        # A single server is worth waiting for; with several, another one takes over quickly.
         self.timeout_s = _REQUEST_TIMEOUT_S if self.replicas == 1 else _NEXT_TRY_S
         self.lag_s = 0.0 if self.replicas == 1 else LAG_S
         self.js = self.client.jetstream(timeout=self.timeout_s)

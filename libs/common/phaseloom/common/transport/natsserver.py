@@ -303,6 +303,7 @@ class EmbeddedEnsemble:
                 for server in self.members.values():
                     group.create_task(server.start())
         except BaseExceptionGroup as failed:
+            # Leave no server running if one of them does not start.
             await self.stop()
             raise failed.exceptions[0] from None
         _write_credentials(self._credentials_file, self.credentials)

@@ -57,6 +57,7 @@ async def until_done(
             async with asyncio.timeout(attempt_s):
                 return await call()
         except (ResourceError, TimeoutError, NatsTimeoutError, NatsError) as error:
+            # Without `report_full`, a full stream is an ordinary refusal.
             is_full = report_full is not None and _is_full(error)
             if not (is_full or _is_away(error)):
                 raise

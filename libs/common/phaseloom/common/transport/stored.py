@@ -87,6 +87,7 @@ class StoredMessages:
 
         Raises: nats.errors.Error: the server does not answer, or is not ready.
         """
+        # With several servers, a direct get may be answered by a follower that lags.
         if self._link.replicas > 1:
             return await self._get_by_api(stream, subject)
         try:
