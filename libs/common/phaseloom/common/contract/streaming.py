@@ -107,19 +107,19 @@ def messages(
     message: list[DrawnTokens] = []
     room = max_bytes
     for chunk in chunks:
-        for piece in _pieces(chunk, max_bytes):
-            num_values = length(piece.tokens) + length(piece.top_tokens)
+        for part in _split_chunk(chunk, max_bytes):
+            num_values = length(part.tokens) + length(part.top_tokens)
             num_bytes = _OVERHEAD_BYTES + _VALUE_BYTES * num_values
             if num_bytes > room and message:
                 yield message
                 message, room = [], max_bytes
-            message.append(piece)
+            message.append(part)
             room -= num_bytes
     if message:
         yield message
 
 
-def _pieces(chunk: DrawnTokens, max_bytes: int) -> Iterator[DrawnTokens]:
+def _split_chunk(chunk: DrawnTokens, max_bytes: int) -> Iterator[DrawnTokens]:
     num_tokens = length(chunk.tokens)
     num_top = length(chunk.top_tokens) // max(1, num_tokens)
     max_tokens = max(1, (max_bytes - _OVERHEAD_BYTES) // (_VALUE_BYTES * (1 + num_top)))

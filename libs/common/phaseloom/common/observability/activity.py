@@ -182,8 +182,8 @@ class Activity:
         """
         counts: Counter[str] = Counter()
         for deployment, operations in self._ready.items():
-            if place := self._devices.get(deployment):
-                counts[place[0][0]] += sum(o.waits_at(now_s) for o in operations.values())
+            if devices := self._devices.get(deployment):
+                counts[devices[0][0]] += sum(o.waits_at(now_s) for o in operations.values())
         return counts
 
     def heads(self, now_s: float) -> list[Head]:
@@ -255,8 +255,8 @@ class Activity:
         pool = self._deployment_pools.get(key)
         if pool is not None:
             return pool
-        place = self._devices.get(key)
-        return self.pools.get(place[0][0], UNKNOWN_POOL) if place else UNKNOWN_POOL
+        devices = self._devices.get(key)
+        return self.pools.get(devices[0][0], UNKNOWN_POOL) if devices else UNKNOWN_POOL
 
     def _occupy(self, device: Device, interval: Interval) -> float:
         busy = self._busy.setdefault(device, [])

@@ -49,11 +49,11 @@ def map_file(fd: int, num_bytes: int, *, writable: bool = True) -> tuple[mmap.mm
     mapping = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=flags)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     start = -address % HUGE_BYTES
-    place_file(address + start, fd, num_bytes, writable=writable)
+    map_file_at(address + start, fd, num_bytes, writable=writable)
     return mapping, start
 
 
-def place_file(address: int, fd: int, num_bytes: int, *, writable: bool = True) -> None:
+def map_file_at(address: int, fd: int, num_bytes: int, *, writable: bool = True) -> None:
     """Map the beginning of a file at an address, replacing existing mappings there.
 
     Args:   writable: see `map_file`.

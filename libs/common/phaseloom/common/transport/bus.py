@@ -169,8 +169,8 @@ class Bus:
                     except (NatsTimeoutError, nats.errors.Error) as error:
                         if not is_transient(error):
                             raise
-                        is_news, reason = repr(error) != reason, repr(error)
-                        level = logging.WARNING if is_news else logging.DEBUG
+                        is_new, reason = repr(error) != reason, repr(error)
+                        level = logging.WARNING if is_new else logging.DEBUG
                         log.log(level, "cannot provision streams yet: %s", reason)
                         await asyncio.sleep(PAUSE_S)
         except BaseException as error:

@@ -121,29 +121,29 @@ class _Errors:
     was_connected: bool = False
 
     async def handle(self, error: Exception) -> None:
-        is_news, self.last = repr(error) != repr(self.last), error
+        is_new, self.last = repr(error) != repr(self.last), error
         if str(error).startswith("nats: '"):
             # The server sent this message. It also disconnects, and the next attempt may report
             # only that.
             self.refusal = error
         if _DENIED in str(error).lower():
-            self._count_denial(is_news=is_news)
+            self._count_denial(is_new=is_new)
         elif "permissions violation" in str(error).lower():
             log.error("PERMISSION_DENIED by the NATS server: %s", error)
         elif isinstance(error, nats.errors.Error | OSError | NatsTimeoutError):
             # While the server is unreachable, the same error occurs ten times a second.
-            level = logging.WARNING if is_news else logging.DEBUG
+            level = logging.WARNING if is_new else logging.DEBUG
             log.log(level, "NATS at %s: %r", self.url, error)
         else:
             log.error("a message handler failed: %r", error, exc_info=error)
 
-    def _count_denial(self, *, is_news: bool) -> None:
+    def _count_denial(self, *, is_new: bool) -> None:
         self.num_denials += 1
         # One of several servers may have different settings, or be reloading them.
         if self.num_denials >= self.num_servers * (_DENIALS if self.was_connected else 1):
             self.client.deny(self.denied.info)
         # Failure of the first connection is reported by `connect` itself.
-        level = logging.ERROR if is_news and self.was_connected else logging.DEBUG
+        level = logging.ERROR if is_new and self.was_connected else logging.DEBUG
         log.log(level, "%s", self.denied)
 
     def connected(self) -> None:

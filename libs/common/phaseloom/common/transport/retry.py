@@ -51,7 +51,7 @@ async def until_done(
                 until there is room. Without `report_full` a full stream is an error.
     Raises: the error with which the server refuses the call.
     """
-    is_news = True
+    is_new = True
     while True:
         try:
             async with asyncio.timeout(attempt_s):
@@ -62,12 +62,10 @@ async def until_done(
             if not (is_full or _is_away(error)):
                 raise
             reason = repr(error)
-            if is_full and is_news and report_full is not None:
+            if is_full and is_new and report_full is not None:
                 await _report(report_full, reason)
-        log.log(
-            logging.WARNING if is_news else logging.DEBUG, "%s: %s; trying again", label, reason
-        )
-        is_news = False
+        log.log(logging.WARNING if is_new else logging.DEBUG, "%s: %s; trying again", label, reason)
+        is_new = False
         await asyncio.sleep(_PAUSE_S)
 
 

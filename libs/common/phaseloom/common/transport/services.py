@@ -191,8 +191,8 @@ async def request_reply(
             client.
     """
     _check_known(client)
-    asking = client.request(subject, payload, timeout=timeout_s, headers=headers)
-    return await _answer(asking, subject, len(payload))
+    pending_answer = client.request(subject, payload, timeout=timeout_s, headers=headers)
+    return await _answer(pending_answer, subject, len(payload))
 
 
 async def publish_to_stream(
@@ -203,8 +203,8 @@ async def publish_to_stream(
     Raises: see `request_reply`. UNAVAILABLE is also raised as soon as the connection is lost.
     """
     _check_known(client)
-    asking = client.ask_server(subject, payload, timeout_s, headers)
-    return await _answer(asking, subject, len(payload))
+    pending_answer = client.ask_server(subject, payload, timeout_s, headers)
+    return await _answer(pending_answer, subject, len(payload))
 
 
 def _check_known(client: Client) -> None:
@@ -212,9 +212,9 @@ def _check_known(client: Client) -> None:
         raise to_exception(client.denial)
 
 
-async def _answer(asking: Awaitable[Msg], subject: str, num_bytes: int) -> Msg:
+async def _answer(pending_answer: Awaitable[Msg], subject: str, num_bytes: int) -> Msg:
     try:
-        return await asking
+        return await pending_answer
     except nats.errors.MaxPayloadError:
         raise CallerError(
             f"{num_bytes} bytes exceed the size of one message",

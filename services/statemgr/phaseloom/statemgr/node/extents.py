@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from phaseloom.common.contract.errors import Code, ResourceError
-from phaseloom.common.tensors.hugepages import map_file, place_file
+from phaseloom.common.tensors.hugepages import map_file, map_file_at
 from phaseloom.statemgr.records.layouts import exhausted, rounded
 
 MAX_IDLE_PER_POOL = 2
@@ -327,6 +327,6 @@ def joined(first: Extent, first_bytes: int, second: Extent, second_bytes: int) -
     # The mapping owns both files' pages; its last reference unmaps them.
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof((ctypes.c_char * num_bytes).from_buffer(mapping))
-    place_file(address, first.fd, first_bytes)
-    place_file(address + first_bytes, second.fd, rounded(second_bytes))
+    map_file_at(address, first.fd, first_bytes)
+    map_file_at(address + first_bytes, second.fd, rounded(second_bytes))
     return memoryview(mapping)[: first_bytes + second_bytes]
