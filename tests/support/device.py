@@ -58,10 +58,10 @@ class Recording(SamplerBackend):
         self.calls.append([])
         super().generate(requests, watch)
 
-    def _take(self, call: Any, requests: Sequence[Generate]) -> None:
+    def _add_requests(self, call: Any, requests: Sequence[Generate]) -> None:
         firsts = [args.prompts[0].tokens[0] for args in requests]
         self.calls[-1] += [first for first in firsts if isinstance(first, int)]
-        super()._take(call, requests)
+        super()._add_requests(call, requests)
         self.on_taken()
 
 

@@ -118,14 +118,14 @@ def test_more_versions_than_places_take_turns(node: Node, monkeypatch: pytest.Mo
     made = [node.version(f"v{i}", Adapter(rank=4), i) for i in range(5)]
     shared, heap = node.start("sampler", LARGEST, max_adapters=2)
     copied: list[str] = []
-    hold = shared._adapters.hold
+    load = shared._adapters.load
 
     def counted(version: AdapterVersion, others: Any) -> Any:
         if version.name not in shared._adapters._kept:
             copied.append(version.name)
-        return hold(version, others)
+        return load(version, others)
 
-    monkeypatch.setattr(shared._adapters, "hold", counted)
+    monkeypatch.setattr(shared._adapters, "load", counted)
     expected = [tokens(generate(alone, REQUEST)[0]) for _, alone in made]
 
     def run(*numbers: int) -> None:

@@ -345,7 +345,7 @@ def test_what_is_found_is_what_was_kept_for_these_tokens(
     cache = PrefixCache(memory, SHAPE)
     for tokens, padding in texts:
         before = cache.find([*tokens, 0], 0)
-        cache.keep(tokens, before.origin, stored(tokens, padding), 0)
+        cache.store(tokens, before.origin, stored(tokens, padding), 0)
         found = cache.find([*tokens, 0], 0)
         room = num_blocks * BLOCK_TOKENS
         assert found.num_tokens == min(len(tokens), room)
@@ -358,6 +358,6 @@ def test_what_is_found_is_what_was_kept_for_these_tokens(
         assert torch.equal(both[:, :, :1], expected)
         assert torch.equal(both[:, :, 1, :, -1], expected[:, :, 0, :, 0])
         assert not both[:, :, 1, :, :-1].any()
-    cache.forget()
+    cache.clear()
     assert cache.num_tokens == 0
     assert all(cache.find([*tokens, 0], 0).num_tokens == 0 for tokens, _ in texts)

@@ -37,7 +37,7 @@ rank: except while they are built, they change nothing that belongs to the proce
 
 def missing_modules(name: str) -> list[str]:
     """The modules of a backend's runtime that this interpreter lacks. Imports nothing."""
-    return [each for each in RUNTIMES.get(name, ()) if importlib.util.find_spec(each) is None]
+    return [module for module in RUNTIMES.get(name, ()) if importlib.util.find_spec(module) is None]
 
 
 def backend_factory(name: str) -> BackendFactory:

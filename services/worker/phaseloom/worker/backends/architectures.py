@@ -37,10 +37,10 @@ def check_model_type(model_type: object) -> None:
 def check_attention(config: PreTrainedConfig) -> None:
     """Check that our backends support the attention of all layers. Raises: CallerError: they do
     not."""
-    odd = sorted({*_layer_types(config)} - {FULL, SLIDING})
-    if odd:
+    unsupported = sorted({*_layer_types(config)} - {FULL, SLIDING})
+    if unsupported:
         raise CallerError(
-            f"layers of {', '.join(odd)} are not supported",
+            f"layers of {', '.join(unsupported)} are not supported",
             field="model.config.layer_types",
             remedy=f"use {FULL} or {SLIDING} in every layer",
         )
@@ -90,8 +90,8 @@ def attention_masks(
 
 def logits(model: PreTrainedModel, hidden_NH: torch.Tensor) -> torch.Tensor:
     """The logits (N, V) of a body's hidden states (N, H)."""
-    whole: Any = model
-    logits_NV: torch.Tensor = whole.get_output_embeddings()(hidden_NH)
+    untyped_model: Any = model
+    logits_NV: torch.Tensor = untyped_model.get_output_embeddings()(hidden_NH)
     config = model.config
     divisor, factor = getattr(config, "logits_scaling", None), getattr(config, "logit_scale", None)
     cap = getattr(config, "final_logit_softcapping", None)
@@ -110,8 +110,8 @@ def _layer_types(config: PreTrainedConfig) -> list[str]:
 
 def _rope_types(parameters: dict[str, Any]) -> set[object]:
     """The types of a rope, or of the ropes of all types of layers."""
-    nested = [each for each in parameters.values() if isinstance(each, dict)]
-    return {each.get("rope_type") for each in nested or [parameters]}
+    nested = [rope for rope in parameters.values() if isinstance(rope, dict)]
+    return {rope.get("rope_type") for rope in nested or [parameters]}
 
 
 def _additive(visible_BTS: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -96,7 +96,7 @@ class WholeVersion:
 
     name: str
     """Names these weights and no others."""
-    lent: Callable[[], AbstractContextManager[None]]
+    exchanged: Callable[[], AbstractContextManager[None]]
     """Within it, in the device thread, the rank's heap has these weights in place of its own."""
 
 
@@ -293,29 +293,29 @@ class KeepsKv(Protocol):
 
 
 @runtime_checkable
-class ReadsOthers(Protocol):
+class ReadsOtherWeights(Protocol):
     """A backend that reads with all weights of another deployment or time in its heap."""
 
-    def weights_lent(self, name: str) -> None:
+    def weights_exchanged(self, name: str) -> None:
         """Read with the weights of this name, which the heap has for the calls that come now;
         empty: with its own, which the heap has again before the next call."""
         ...
 
 
 @runtime_checkable
-class LendsMore(ReadsOthers, Protocol):
+class WritesPastWeights(ReadsOtherWeights, Protocol):
     """A backend that writes more of the heap than the weights for as long as it reads with
     others."""
 
     @property
-    def lent_bytes(self) -> int:
+    def exchanged_bytes(self) -> int:
         """The first bytes of the heap, weights included, that it writes then. Every one of them is
         kept meanwhile, and given back afterwards."""
         ...
 
 
 @runtime_checkable
-class TakesAdapters(Protocol):
+class ReadsAdapters(Protocol):
     """A backend that computes with versions of other adapters in place of its own."""
 
     def adapter_slots(self, adapter: Adapter) -> list[TensorSlot]:
@@ -329,7 +329,7 @@ class TakesAdapters(Protocol):
 
 
 @runtime_checkable
-class MixesAdapters(TakesAdapters, Protocol):
+class BatchesAdapters(ReadsAdapters, Protocol):
     """A backend that decodes rows of several adapters in one batch, as `Watch.adapter` says."""
 
     def forward_with(self, args: Forward, version: AdapterVersion) -> ForwardResult:
@@ -338,7 +338,7 @@ class MixesAdapters(TakesAdapters, Protocol):
 
 
 @runtime_checkable
-class SwitchesAdapters(TakesAdapters, Protocol):
+class SwitchesAdapters(ReadsAdapters, Protocol):
     """A backend that reads with one adapter at a time."""
 
     def switched(self, version: AdapterVersion) -> AbstractContextManager[None]:

@@ -70,7 +70,7 @@ def joined_floats(values: Sequence[Float32s], field: FieldOf) -> Floats:
     if not finite_N.all():
         raise CallerError(
             "it holds a value that is not a finite float32",
-            field=field(_owner(values, ~finite_N)),
+            field=field(_index_of_first_bad(values, ~finite_N)),
             remedy="mask it out",
         )
     return joined_N
@@ -85,7 +85,7 @@ def check_tokens(tokens_N: Ints, vocab_size: int, values: Sequence[Int32s], fiel
     if bad_N.any():
         raise CallerError(
             f"token id {tokens_N[bad_N.argmax()]} is out of the vocabulary",
-            field=field(_owner(values, bad_N)),
+            field=field(_index_of_first_bad(values, bad_N)),
             remedy=f"use ids from 0 to {vocab_size - 1}",
         )
 
@@ -125,7 +125,7 @@ def forward_batch(args: Forward, vocab_size: int) -> Batch:
     return _tokens_and_targets(args.batch, vocab_size)
 
 
-def asked_logprobs(args: ForwardBackward) -> Forward | None:
+def logprobs_request(args: ForwardBackward) -> Forward | None:
     """The `forward` whose result a `forward_backward` wants, too; None: it wants none."""
     if not args.logprobs:
         return None
@@ -162,8 +162,11 @@ def loss_batch(args: ForwardBackward, vocab_size: int) -> Batch:
     _check_unused(args)
     if args.loss is Loss.CROSS_ENTROPY:
         weights = [datum.weights for datum in args.batch]
-        given_N = _required("weights", weights, batch, args.loss, batch.num_targets_S)
-        coefficient_N, q_N = _by_position(given_N, batch.lengths_S, batch.num_targets_S), batch.q_N
+        weights_N = _required("weights", weights, batch, args.loss, batch.num_targets_S)
+        coefficient_N, q_N = (
+            _by_position(weights_N, batch.lengths_S, batch.num_targets_S),
+            batch.q_N,
+        )
     else:
         q_N = _required("logprobs", [d.logprobs for d in args.batch], batch, args.loss)
         advantages = [datum.advantages for datum in args.batch]
@@ -215,7 +218,9 @@ def _joined(
     return np.frombuffer(b"".join(packed), dtype=dtype)
 
 
-def _owner(values: Sequence[Int32s] | Sequence[Float32s], bad_N: npt.NDArray[np.bool_]) -> int:
+def _index_of_first_bad(
+    values: Sequence[Int32s] | Sequence[Float32s], bad_N: npt.NDArray[np.bool_]
+) -> int:
     """The index of the array that has the first bad value."""
     ends = np.cumsum([length(array) for array in values])
     return int(np.searchsorted(ends, bad_N.argmax(), side="right"))
@@ -281,13 +286,13 @@ def _required(
     loss: Loss,
     num_S: Ints | int = 1,
 ) -> Floats:
-    given = [array for array in values if array is not None]
-    if len(given) < len(values):
+    provided = [array for array in values if array is not None]
+    if len(provided) < len(values):
         i = next(i for i, array in enumerate(values) if array is None)
         raise CallerError(
             f"the loss {loss} needs {name}", field=_field(name)(i), remedy=f"send {name}"
         )
-    joined_N = joined_floats(given, _field(name))
+    joined_N = joined_floats(provided, _field(name))
     expected_S = batch.lengths_S * num_S
-    _check_lengths(np.array([length(a) for a in given]), expected_S, _field(name))
+    _check_lengths(np.array([length(a) for a in provided]), expected_S, _field(name))
     return joined_N

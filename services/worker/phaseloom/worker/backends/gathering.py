@@ -16,7 +16,7 @@ from phaseloom.worker.backends.model import TORCH_DTYPES, as_little_endian
 def whole_tensors(
     slots: Sequence[TensorSlot],
     holdings: Sequence[Holding],
-    own: Mapping[str, torch.Tensor],
+    local_slices: Mapping[str, torch.Tensor],
     rank: int,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole tensors in host memory, by name, on rank 0; nothing on any other rank. Collective.
@@ -28,31 +28,31 @@ def whole_tensors(
     """
     for slot in slots:
         name = slot.name
-        whole = torch.empty(slot.shape if rank == 0 else [0], dtype=TORCH_DTYPES[slot.dtype])
+        tensor = torch.empty(slot.shape if rank == 0 else [0], dtype=TORCH_DTYPES[slot.dtype])
         for owner, box in _owners(holdings, name):
             if owner == rank:
-                mine = own[name].detach().cpu().contiguous()
+                local = local_slices[name].detach().cpu().contiguous()
                 if rank:
-                    dist.send(_bytes(mine), dst=0)
+                    dist.send(_bytes(local), dst=0)
                 else:
-                    whole[inside(box)] = mine
+                    tensor[inside(box)] = local
             elif rank == 0:
-                came = torch.empty(box.size, dtype=whole.dtype)
-                dist.recv(_bytes(came), src=owner)
-                whole[inside(box)] = came
+                received = torch.empty(box.size, dtype=tensor.dtype)
+                dist.recv(_bytes(received), src=owner)
+                tensor[inside(box)] = received
         if rank == 0:
-            yield name, whole
+            yield name, tensor
 
 
 def weights_digest(
     slots: Sequence[TensorSlot],
     holdings: Sequence[Holding],
-    own: Mapping[str, torch.Tensor],
+    local_slices: Mapping[str, torch.Tensor],
     rank: int,
     dtype: str,
 ) -> str:
     """The digest of the whole weights, on all ranks; see `whole_tensors`. Collective."""
-    tensors = as_little_endian(whole_tensors(slots, holdings, own, rank))
+    tensors = as_little_endian(whole_tensors(slots, holdings, local_slices, rank))
     hexadecimal = weights_sha256(tensors, dtype)
     if len(holdings) == 1:
         return hexadecimal
@@ -63,18 +63,18 @@ def weights_digest(
 
 def owned(holdings: Sequence[Holding], rank: int) -> set[str]:
     """The names of the slices that a rank holds and no rank before it."""
-    before = {(name, box) for each in holdings[:rank] for name, box in each.items()}
+    before = {(name, box) for holding in holdings[:rank] for name, box in holding.items()}
     return {name for name, box in holdings[rank].items() if (name, box) not in before}
 
 
 def _owners(holdings: Sequence[Holding], name: str) -> list[tuple[int, Box]]:
     """The first rank that holds each slice of a tensor, of those that are not empty."""
-    first: dict[Box, int] = {}
+    first_rank: dict[Box, int] = {}
     for rank, holding in enumerate(holdings):
         box = holding.get(name)
         if box is not None and all(box.size):
-            first.setdefault(box, rank)
-    return [(rank, box) for box, rank in first.items()]
+            first_rank.setdefault(box, rank)
+    return [(rank, box) for box, rank in first_rank.items()]
 
 
 def inside(box: Box) -> tuple[slice, ...]:

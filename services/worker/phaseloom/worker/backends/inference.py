@@ -47,8 +47,8 @@ class InferenceBackend:
         self.config: dict[str, Any] = {**config.to_dict(), "dtype": weights_dtype(spec.model)}
         self.vocab_size = int(config.vocab_size)
         self._name = spec.backend
-        self._spec = spec.model
-        self._ends = end_tokens(config, self.vocab_size)
+        self._model_spec = spec.model
+        self._end_tokens = end_tokens(config, self.vocab_size)
         self._max_positions = max_positions(config)
 
     def use_host_memory(self, buffer: memoryview) -> None:
@@ -74,16 +74,16 @@ class InferenceBackend:
         forward_batch(args, self.vocab_size)
 
     def check_forward_backward(self, args: ForwardBackward) -> None:
-        raise self._does_not_train("forward_backward")
+        raise self._cannot_train("forward_backward")
 
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
-        raise self._does_not_train("forward_backward")
+        raise self._cannot_train("forward_backward")
 
     def check_optim_step(self, args: OptimStep) -> None:
-        raise self._does_not_train("optim_step")
+        raise self._cannot_train("optim_step")
 
     def optim_step(self, args: OptimStep) -> OptimStepResult:
-        raise self._does_not_train("optim_step")
+        raise self._cannot_train("optim_step")
 
     def zero_gradients(self) -> None:
         """Do nothing: there are no gradients."""
@@ -91,7 +91,7 @@ class InferenceBackend:
     @cached_property
     def _token_bytes(self) -> list[bytes]:
         """The text of each token, as bytes. Raises: as `token_bytes`."""
-        return token_bytes(self._spec, self.vocab_size)
+        return token_bytes(self._model_spec, self.vocab_size)
 
     def _stop_text(self, sampling: SamplingParams, generated: Sequence[int]) -> StopText | None:
         """The finder of the stop strings of one sample. Args: generated: the sample's tokens so
@@ -100,9 +100,9 @@ class InferenceBackend:
             return None
         return StopText(sampling.stop_strings, self._token_bytes, generated)
 
-    def _stops(self, sampling: SamplingParams) -> list[int]:
+    def _stop_tokens(self, sampling: SamplingParams) -> list[int]:
         """The tokens that end a sample."""
-        return [*([] if sampling.ignore_eos else self._ends), *sampling.stop_token_ids]
+        return [*([] if sampling.ignore_eos else self._end_tokens), *sampling.stop_token_ids]
 
     def _check_lengths(self, prompts: list[Prompt], max_tokens: int) -> None:
         for i, prompt in enumerate(prompts):
@@ -121,7 +121,7 @@ class InferenceBackend:
                 )
             check_positions(num_tokens, self._max_positions, prompt_field(i), num_new=num_new)
 
-    def _does_not_train(self, kind: str) -> CallerError:
+    def _cannot_train(self, kind: str) -> CallerError:
         return CallerError(
             f"the {self._name} backend does not do {kind}",
             field="args.type",
@@ -169,6 +169,6 @@ def prompt_field(i: int) -> str:
 def end_tokens(config: PreTrainedConfig, vocab_size: int) -> list[int]:
     """The end-of-sequence tokens that the model can draw; a config may name one, several or
     none."""
-    named = config.eos_token_id
-    ids = [named] if isinstance(named, int) else named or []
+    eos = config.eos_token_id
+    ids = [eos] if isinstance(eos, int) else eos or []
     return [token for token in ids if 0 <= token < vocab_size]

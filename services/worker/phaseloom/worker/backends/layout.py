@@ -140,10 +140,12 @@ def shard(shape: Sequence[int], ranks: RankGroup) -> Shard:
         return Shard([], [])
     rows = layouts.chunk(shape[0], ranks.world_size, ranks.rank)
     largest = len(layouts.chunk(shape[0], ranks.world_size, 0))
-    own, padded = [len(rows), *shape[1:]], [largest, *shape[1:]]
+    local_shape, padded = [len(rows), *shape[1:]], [largest, *shape[1:]]
     if len(rows) == shape[0]:
-        return Shard(own, padded)
-    return Shard(own, padded, [*shape], [min(rows.start, shape[0]), *([0] * len(shape[1:]))])
+        return Shard(local_shape, padded)
+    return Shard(
+        local_shape, padded, [*shape], [min(rows.start, shape[0]), *([0] * len(shape[1:]))]
+    )
 
 
 _KEEPS_ADAPTERS = frozenset({"sampler", "vllm"})
@@ -171,7 +173,7 @@ def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
             field="activation_checkpointing",
             remedy="leave activation_checkpointing out, or declare it with trainable = true",
         )
-    able = CAPABILITIES[spec.backend]
+    capabilities = CAPABILITIES[spec.backend]
     has_room = spec.backend in _KEEPS_ADAPTERS and spec.model.adapter is not None
     if spec.max_adapters and not has_room:
         raise CallerError(
@@ -183,24 +185,24 @@ def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
     if spec.max_adapters < 0:
         raise CallerError("it is below 0", field="max_adapters", remedy="use 0 or more")
     if spec.model.adapter is not None:
-        _check_adapter(spec, able)
-    axes = able.axes
+        _check_adapter(spec, capabilities)
+    axes = capabilities.axes
     for axis in spec.layout.__struct_fields__:
         size = getattr(spec.layout, axis)
         if size > 1 and axis not in axes:
-            others = " or ".join(f"layout.{each}" for each in axes)
+            supported = " or ".join(f"layout.{supported_axis}" for supported_axis in axes)
             raise CallerError(
                 f"the {spec.backend} backend cannot do {axis} = {size}",
                 code=Code.FAILED_PRECONDITION,
                 field=f"layout.{axis}",
-                remedy=f"use layout.{axis} = 1, and {others} for more ranks",
+                remedy=f"use layout.{axis} = 1, and {supported} for more ranks",
             )
     if spec.layout.num_ranks != ranks.world_size:
         raise InternalError(f"{ranks.world_size} ranks were started for {spec.layout}")
 
 
-def _check_adapter(spec: DeploymentSpec, able: Capabilities) -> None:
-    if not able.adapters:
+def _check_adapter(spec: DeploymentSpec, capabilities: Capabilities) -> None:
+    if not capabilities.adapters:
         raise CallerError(
             f"the {spec.backend} backend cannot do adapters",
             code=Code.FAILED_PRECONDITION,

@@ -186,8 +186,8 @@ def as_little_endian(
     """Tensors as arrays, aliasing them where the machine allows; of bfloat16, which numpy lacks, as
     int16."""
     for name, tensor in tensors:
-        here = tensor.detach().cpu()
-        array = (here.view(torch.int16) if here.dtype == torch.bfloat16 else here).numpy()
+        on_host = tensor.detach().cpu()
+        array = (on_host.view(torch.int16) if on_host.dtype == torch.bfloat16 else on_host).numpy()
         yield name, array.astype(array.dtype.newbyteorder("<"), copy=False)
 
 

@@ -41,16 +41,16 @@ class Decoding(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Row:
-    left: int
+    num_new: int
     """The number of new tokens until the row ends."""
     is_at_limit: bool
     done: int = 0
-    num_told: int = 0
+    num_reported: int = 0
     is_partial: bool = False
 
     @property
     def is_open(self) -> bool:
-        return self.done < self.left and not self.is_partial
+        return self.done < self.num_new and not self.is_partial
 
     def sequence(self) -> Sequence:
         reason = PARTIAL if self.is_partial else "length" if self.is_at_limit else "stop"
@@ -70,23 +70,23 @@ def decode(
     if num_prompt:
         watch.stepped(num_prompt)
     waiting = dict(enumerate(rows))
-    num_open = {i: len(own) for i, own in waiting.items()}
+    num_open = {i: len(request_rows) for i, request_rows in waiting.items()}
     while waiting:
-        for i, own in [*waiting.items()]:
+        for i, request_rows in [*waiting.items()]:
             is_cancelled = watch.is_cancelled(i)
             if is_cancelled or watch.is_stopped(i):
-                for row in own:
+                for row in request_rows:
                     row.is_partial = row.is_open
-            left = sum(row.is_open for row in own)
-            if requests[i].stream and (not left or watch.wants_tokens(i)):
-                watch.drawn(i, _drawn(requests[i], own))
-            if left < num_open[i]:
-                num_open[i] = left
-                watch.still_open(i, left)
-            if not left:
+            num_open_rows = sum(row.is_open for row in request_rows)
+            if requests[i].stream and (not num_open_rows or watch.wants_tokens(i)):
+                watch.drawn(i, _new_tokens(requests[i], request_rows))
+            if num_open_rows < num_open[i]:
+                num_open[i] = num_open_rows
+                watch.still_open(i, num_open_rows)
+            if not num_open_rows:
                 del waiting[i]
-                watch.ended(i, None if is_cancelled else _result(requests[i], own))
-        live = [row for own in waiting.values() for row in own if row.is_open]
+                watch.ended(i, None if is_cancelled else _result(requests[i], request_rows))
+        live = [row for request_rows in waiting.values() for row in request_rows if row.is_open]
         if live:
             time.sleep(decoding.step_s + decoding.row_s * len(live))
             watch.stepped(len(live))
@@ -106,21 +106,21 @@ def _rows(decoding: Decoding, args: Generate) -> list[_Row]:
 
 
 def _row(decoding: Decoding, prompt: Prompt, sample: int, limit: int) -> _Row:
-    drawn = random.Random(f"{prompt.seed}/{sample}").expovariate(1 / decoding.mean_tokens)
-    num_tokens = min(limit, 1 + int(drawn))
+    sampled_tokens = random.Random(f"{prompt.seed}/{sample}").expovariate(1 / decoding.mean_tokens)
+    num_tokens = min(limit, 1 + int(sampled_tokens))
     return _Row(num_tokens - prompt.num_generated, num_tokens == limit)
 
 
-def _drawn(args: Generate, rows: list[_Row]) -> list[DrawnTokens]:
+def _new_tokens(args: Generate, rows: list[_Row]) -> list[DrawnTokens]:
     """The tokens that a request's rows have got since the last time."""
-    drawn = []
+    tokens = []
     for k, row in enumerate(rows):
-        start, row.num_told = row.num_told, row.done
+        start, row.num_reported = row.num_reported, row.done
         if start < row.done:
             zeroes = bytes(4 * (row.done - start))
             prompt, sample = divmod(k, args.num_samples)
-            drawn.append(DrawnTokens(prompt, sample, start, zeroes, zeroes))
-    return drawn
+            tokens.append(DrawnTokens(prompt, sample, start, zeroes, zeroes))
+    return tokens
 
 
 def _result(args: Generate, rows: list[_Row]) -> GenerateResult:

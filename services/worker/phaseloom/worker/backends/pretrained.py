@@ -74,9 +74,11 @@ def fill_memory(
             dtype that cannot be read, or belongs to no parameter. ResourceError: DATA_LOSS: a file
             cannot be read.
     """
-    held = [*slots]
-    weights = [slot for slot in held if slot.role is Role.WEIGHT]
-    masters = {slot.name.removesuffix(MASTER): slot for slot in held if slot.name.endswith(MASTER)}
+    all_slots = [*slots]
+    weights = [slot for slot in all_slots if slot.role is Role.WEIGHT]
+    masters = {
+        slot.name.removesuffix(MASTER): slot for slot in all_slots if slot.name.endswith(MASTER)
+    }
     with ExitStack() as stack:
         sources = _open(directory, stack)
         expected = {*names} or {slot.name for slot in weights}
@@ -97,32 +99,34 @@ class _Source:
     """One tensor of a file."""
 
     file: UncachedFile
-    at: int
+    offset: int
     """The offset of its bytes in the file."""
     shape: list[int]
     dtype: str
     """The dtype, by its name in safetensors."""
 
-    def read(self, wanted: tuple[slice, ...]) -> torch.Tensor:
+    def read(self, index: tuple[slice, ...]) -> torch.Tensor:
         """Read a slice of the tensor. Whole rows are read, whatever part of them is wanted."""
         dtype = _DTYPES[self.dtype]
-        if not wanted:
-            return torch.frombuffer(self.file.read(self.at, dtype.itemsize), dtype=dtype).view(())
-        rows, rest = wanted[0], self.shape[1:]
-        row_bytes = prod(rest) * dtype.itemsize
+        if not index:
+            return torch.frombuffer(self.file.read(self.offset, dtype.itemsize), dtype=dtype).view(
+                ()
+            )
+        rows, row_shape = index[0], self.shape[1:]
+        row_bytes = prod(row_shape) * dtype.itemsize
         content = self.file.read(
-            self.at + rows.start * row_bytes, (rows.stop - rows.start) * row_bytes
+            self.offset + rows.start * row_bytes, (rows.stop - rows.start) * row_bytes
         )
-        return torch.frombuffer(content, dtype=dtype).view(-1, *rest)[:, *wanted[1:]]
+        return torch.frombuffer(content, dtype=dtype).view(-1, *row_shape)[:, *index[1:]]
 
 
 def _open(directory: ModelDirectory, stack: ExitStack) -> dict[str, _Source]:
     """The tensors in the model's files, by name; their bytes are not read yet."""
     sources: dict[str, _Source] = {}
-    for each in directory.files:
-        if not each.name.endswith(_SUFFIX):
+    for file in directory.files:
+        if not file.name.endswith(_SUFFIX):
             continue
-        path = Path(directory.path) / each.name
+        path = Path(directory.path) / file.name
         try:
             sources |= _tensors_in(path, stack.enter_context(UncachedFile(path)))
         except (OSError, SafetensorError) as error:
@@ -147,9 +151,9 @@ def _tensors_in(path: Path, file: UncachedFile) -> dict[str, _Source]:
     header = msgspec.json.decode(file.read(8, start - 8))
     return {
         name: _Source(
-            file, start + header[name]["data_offsets"][0], [*each.get_shape()], each.get_dtype()
+            file, start + header[name]["data_offsets"][0], [*tensor.get_shape()], tensor.get_dtype()
         )
-        for name, each in slices.items()
+        for name, tensor in slices.items()
     }
 
 
@@ -157,17 +161,17 @@ def _matched(
     expected: set[str], sources: Mapping[str, _Source], *, ties_embeddings: bool
 ) -> dict[str, _Source]:
     """The file's tensor of each parameter. Raises: CallerError: some have no partner."""
-    found = {name: tensor for name, tensor in sources.items() if not name.endswith(_DERIVED)}
+    by_name = {name: tensor for name, tensor in sources.items() if not name.endswith(_DERIVED)}
     if ties_embeddings:
         for head, embedding in _TIED.items():
-            tensor = found.pop(head, None)
+            tensor = by_name.pop(head, None)
             if tensor is not None:
-                found.setdefault(embedding, tensor)
-    if missing := sorted(expected - found.keys()):
+                by_name.setdefault(embedding, tensor)
+    if missing := sorted(expected - by_name.keys()):
         raise _another_model(f"it has no {_listed(missing)}, which its architecture needs")
-    if extra := sorted(found.keys() - expected):
+    if extra := sorted(by_name.keys() - expected):
         raise _another_model(f"it has {_listed(extra)}, which its architecture does not use")
-    return found
+    return by_name
 
 
 def _check(slot: TensorSlot, source: _Source) -> None:
@@ -189,11 +193,11 @@ def _read(slot: TensorSlot, source: _Source, memory: torch.Tensor) -> None:
         return
     for piece in _pieces(slot, dtype.itemsize):
         start = slot.start or [0] * len(piece)
-        wanted = tuple(
-            slice(first + own.start, first + own.stop)
-            for first, own in zip(start, piece, strict=True)
+        index = tuple(
+            slice(first + dimension.start, first + dimension.stop)
+            for first, dimension in zip(start, piece, strict=True)
         )
-        view[piece].copy_(source.read(wanted))
+        view[piece].copy_(source.read(index))
 
 
 def _pieces(slot: TensorSlot, item_bytes: int) -> Iterator[tuple[slice, ...]]:
@@ -204,9 +208,9 @@ def _pieces(slot: TensorSlot, item_bytes: int) -> Iterator[tuple[slice, ...]]:
         return
     row_bytes = prod((slot.global_shape or slot.shape)[1:]) * item_bytes
     step = max(1, _PIECE_BYTES // max(1, row_bytes))
-    rest = tuple(slice(0, size) for size in slot.shape[1:])
-    for at in range(0, slot.shape[0], step):
-        yield slice(at, min(at + step, slot.shape[0])), *rest
+    whole_dimensions = tuple(slice(0, size) for size in slot.shape[1:])
+    for row in range(0, slot.shape[0], step):
+        yield slice(row, min(row + step, slot.shape[0])), *whole_dimensions
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -215,10 +219,10 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _another_model(
-    what: str, remedy: str = "register a directory whose config and safetensors belong together"
+    problem: str, remedy: str = "register a directory whose config and safetensors belong together"
 ) -> CallerError:
     return CallerError(
-        f"the registered model does not fit its config: {what}",
+        f"the registered model does not fit its config: {problem}",
         field="model.registered",
         remedy=remedy,
     )

@@ -82,9 +82,9 @@ def largest(value: int, ranks: RankGroup) -> int:
     """The largest of all ranks' values. Collective."""
     if ranks.world_size == 1:
         return int(value)
-    found = torch.tensor(int(value))
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return int(found)
+    maximum = torch.tensor(int(value))
+    dist.all_reduce(maximum, dist.ReduceOp.MAX)
+    return int(maximum)
 
 
 def _store(ranks: RankGroup, joined: ExitStack) -> Store:

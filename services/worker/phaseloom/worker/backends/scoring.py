@@ -56,8 +56,8 @@ class Scorer(nn.Module):
             )
         hidden_BTH = output.last_hidden_state
         index_N = torch.from_numpy(packed.index_N).to(device)
-        asked_NH = hidden_BTH.flatten(0, 1).index_select(0, index_N)
-        return logits(model, asked_NH).float()
+        scored_NH = hidden_BTH.flatten(0, 1).index_select(0, index_N)
+        return logits(model, scored_NH).float()
 
 
 def _of_targets(logits_NV: torch.Tensor, packed: Pass) -> torch.Tensor:
@@ -74,15 +74,15 @@ def logprobs(scorer: Scorer, batch: Batch, packed: Iterable[Pass] | None = None)
     Args: packed: the batch's passes, where more of them must be run than it has itself.
     """
     lp_N = np.empty(batch.targets_N.shape, dtype="<f4")
-    for each in passes(batch, only_used=False) if packed is None else packed:
-        if each.index_N.size:  # an idle pass has none
-            lp_N[each.source_N] = scorer(each).cpu().numpy()
+    for item in passes(batch, only_used=False) if packed is None else packed:
+        if item.index_N.size:  # an idle pass has none
+            lp_N[item.source_N] = scorer(item).cpu().numpy()
         else:
-            scorer(each)
+            scorer(item)
     samples = [lp_N[start:stop] for start, stop in pairwise(batch.starts.tolist())]
     if lp_N.ndim > 1:
         samples = [lp_TK[:, :k] for lp_TK, k in zip(samples, batch.num_targets_S, strict=True)]
-    return [each.tobytes() for each in samples]
+    return [item.tobytes() for item in samples]
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,12 @@ def scores(scorer: Scorer, batch: Batch, num_top: int) -> list[Scores]:
     lp_N = np.empty(batch.tokens_N.size, dtype="<f4")
     tokens_NK = np.empty((lp_N.size, num_top), dtype="<i4")
     lp_NK = np.empty((lp_N.size, num_top), dtype="<f4")
-    for each in passes(batch, only_used=False):
-        logits_NV = scorer.logits(each)
-        lp_N[each.source_N] = _of_targets(logits_NV, each).cpu().numpy()
+    for packed in passes(batch, only_used=False):
+        logits_NV = scorer.logits(packed)
+        lp_N[packed.source_N] = _of_targets(logits_NV, packed).cpu().numpy()
         top = torch.log_softmax(logits_NV, dim=-1).topk(num_top, dim=-1)
-        tokens_NK[each.source_N] = top.indices.cpu().numpy()
-        lp_NK[each.source_N] = top.values.cpu().numpy()
+        tokens_NK[packed.source_N] = top.indices.cpu().numpy()
+        lp_NK[packed.source_N] = top.values.cpu().numpy()
     return [
         Scores(*(array[start:stop].tobytes() for array in (lp_N, tokens_NK, lp_NK)))
         for start, stop in pairwise(batch.starts.tolist())

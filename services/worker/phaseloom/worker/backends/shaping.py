@@ -140,8 +140,8 @@ def _ends_with(tokens: Seq[int], end: Seq[int]) -> bool:
 
 
 def _penalises(params: SamplingParams) -> bool:
-    given = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    return given != (1.0, 0.0, 0.0)
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    return penalties != (1.0, 0.0, 0.0)
 
 
 def _leaves_out(params: SamplingParams) -> bool:

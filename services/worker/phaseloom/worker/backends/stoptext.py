@@ -70,20 +70,20 @@ def token_bytes(spec: ModelSpec, vocab_size: int) -> list[bytes]:
 
 def _read(tokenizer: Mapping[str, Any], vocab_size: int) -> list[bytes]:
     decoders = {decoder["type"] for decoder in _decoders(tokenizer["decoder"])}
-    found = [b""] * vocab_size
+    texts = [b""] * vocab_size
     for token, piece in _pieces(tokenizer["model"]["vocab"]):
         if token >= vocab_size:
             continue
         if "ByteLevel" in decoders:
-            found[token] = b"".join(_BYTES.get(char, char.encode()) for char in piece)
+            texts[token] = b"".join(_BYTES.get(char, char.encode()) for char in piece)
         elif decoders & {"ByteFallback", "Metaspace", "Replace"}:
-            found[token] = _unescaped(piece)
+            texts[token] = _unescaped(piece)
         else:
             raise _unknown(f"the tokenizer has decoders of the types {sorted(decoders)}")
     for added in tokenizer.get("added_tokens") or ():
         if added["id"] < vocab_size:
-            found[added["id"]] = added["content"].encode()
-    return found
+            texts[added["id"]] = added["content"].encode()
+    return texts
 
 
 def _decoders(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
@@ -115,9 +115,9 @@ def _unescaped(piece: str) -> bytes:
     return piece.replace(_SPACE, " ").encode()
 
 
-def _unknown(what: str) -> CallerError:
+def _unknown(problem: str) -> CallerError:
     return CallerError(
-        f"strings cannot be found: {what}",
+        f"strings cannot be found: {problem}",
         code=Code.FAILED_PRECONDITION,
         field="args.sampling.stop_strings",
         remedy="declare the deployment with model.token_texts, or use stop_token_ids",

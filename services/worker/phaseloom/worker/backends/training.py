@@ -28,7 +28,7 @@ from phaseloom.common.contract.operations import (
     OptimStepResult,
 )
 from phaseloom.worker.backends.base import RankGroup, Watch
-from phaseloom.worker.backends.batch import asked_logprobs
+from phaseloom.worker.backends.batch import logprobs_request
 from phaseloom.worker.backends.layout import Layout, Region, TrainingLayout
 from phaseloom.worker.backends.model import HeapTensors
 from phaseloom.worker.backends.optimizer import Hyperparameters, Moments, take_step
@@ -47,9 +47,9 @@ class Masters:
     def of(tensors: HeapTensors, weights: Region, masters: Region | None) -> Masters:
         if masters is None:
             return Masters([], [])
-        made = Masters([*tensors.views(weights).values()], [*tensors.views(masters).values()])
-        made.round()
-        return made
+        pairs = Masters([*tensors.views(weights).values()], [*tensors.views(masters).values()])
+        pairs.round()
+        return pairs
 
     def round(self) -> None:
         for weight, master in zip(self.weights, self.masters, strict=True):
@@ -141,7 +141,7 @@ class TrainingBackend(Member, ABC):
     def use_host_memory(self, buffer: memoryview) -> None:
         self._tensors.use_host_memory(buffer)
         assert self._layout.training is not None
-        self._trained().find_moments(self._tensors, self._layout.training)
+        self._require_training().find_moments(self._tensors, self._layout.training)
 
     def check_generate(self, args: Generate) -> None:
         raise CallerError(
@@ -155,13 +155,13 @@ class TrainingBackend(Member, ABC):
             self.check_generate(args)
 
     def check_optim_step(self, args: OptimStep) -> None:
-        self._trained()
+        self._require_training()
         check_adam(args.adam)
 
     @collective
     def optim_step(self, args: OptimStep) -> OptimStepResult:
         """Take a step. Raises: CallerError: the step cannot be taken; nothing has changed."""
-        training = self._trained()
+        training = self._require_training()
         check_adam(args.adam)
         norm = self.grad_norm(training)
         training.take_step(args.adam, norm)
@@ -184,7 +184,7 @@ class TrainingBackend(Member, ABC):
     def close(self) -> None:
         self._group.close()
 
-    def _trained(self) -> Training:
+    def _require_training(self) -> Training:
         """The training state. Raises: CallerError: there is none."""
         if self._training is None:
             raise CallerError(
@@ -194,24 +194,24 @@ class TrainingBackend(Member, ABC):
             )
         return self._training
 
-    def _added(self, args: ForwardBackward, loss: float, num_tokens: int) -> ForwardBackwardResult:
+    def _result(self, args: ForwardBackward, loss: float, num_tokens: int) -> ForwardBackwardResult:
         """The result of gradients that were added. Collective.
 
         Args:   loss, num_tokens: of this rank's share.
         Raises: CallerError: on some rank the loss or a gradient is not finite.
         """
         is_finite = math.isfinite(loss)
-        is_finite &= math.isfinite(self._trained().gradients.sum().item())
+        is_finite &= math.isfinite(self._require_training().gradients.sum().item())
         if largest(not is_finite, self._ranks):
             raise CallerError(
                 f"the loss ({loss}) or a gradient of it is not finite",
                 field="args.batch",
                 remedy="bound the advantages, and check logprobs: exp(lp - logprobs) overflows",
             )
-        asked = asked_logprobs(args)
+        request = logprobs_request(args)
         return ForwardBackwardResult(
             {"loss:sum": loss, "num_tokens:sum": float(num_tokens)},
-            self.forward(asked).logprobs if asked else [],
+            self.forward(request).logprobs if request else [],
         )
 
 

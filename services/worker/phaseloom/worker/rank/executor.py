@@ -30,9 +30,9 @@ from phaseloom.common.tensors.layouts import item_ranges, merge, split, split_sh
 from phaseloom.worker.backends.base import (
     AdapterVersion,
     Backend,
+    BatchesAdapters,
     KeepsKv,
-    MixesAdapters,
-    ReadsOthers,
+    ReadsOtherWeights,
     SwitchesAdapters,
     Version,
     WholeVersion,
@@ -197,7 +197,7 @@ class Executor:
         assert not kind.shares_calls, f"{kind.name} goes through `generate`"
         share = self._share(args)
         assert version is None or isinstance(share, Forward), f"{kind.name} names no weights"
-        if isinstance(version, AdapterVersion) and isinstance(self.backend, MixesAdapters):
+        if isinstance(version, AdapterVersion) and isinstance(self.backend, BatchesAdapters):
             assert isinstance(share, Forward)
             return self.backend.forward_with(share, version)
         with self.reading(version):
@@ -211,7 +211,7 @@ class Executor:
         """
         if version is None:
             return ""
-        is_mixed = isinstance(version, AdapterVersion) and isinstance(self.backend, MixesAdapters)
+        is_mixed = isinstance(version, AdapterVersion) and isinstance(self.backend, BatchesAdapters)
         return "" if is_mixed else version.name
 
     @contextmanager
@@ -223,13 +223,13 @@ class Executor:
         """
         backend = self.backend
         if isinstance(version, WholeVersion):
-            assert isinstance(backend, ReadsOthers), "refused when the version was read"
-            with version.lent():
-                backend.weights_lent(version.name)
+            assert isinstance(backend, ReadsOtherWeights), "refused when the version was read"
+            with version.exchanged():
+                backend.weights_exchanged(version.name)
                 try:
                     yield
                 finally:
-                    backend.weights_lent("")
+                    backend.weights_exchanged("")
         elif version is not None and isinstance(backend, SwitchesAdapters):
             with backend.switched(version):
                 yield

@@ -39,11 +39,11 @@ from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.tensors.versionparts import layout_digest
 from phaseloom.worker.backends.base import (
     AdapterVersion,
-    LendsMore,
-    ReadsOthers,
-    TakesAdapters,
+    ReadsAdapters,
+    ReadsOtherWeights,
     Version,
     WholeVersion,
+    WritesPastWeights,
 )
 from phaseloom.worker.core.reading import Reader, Runs
 from phaseloom.worker.rank.executor import Executor
@@ -99,14 +99,14 @@ class WeightsReader:
             return None
         backend, spec = self.executor.backend, self.executor.settings.spec
         try:
-            if spec.model.adapter is not None and isinstance(backend, TakesAdapters):
+            if spec.model.adapter is not None and isinstance(backend, ReadsAdapters):
                 if not spec.max_adapters:
                     raise self._unsupported_error("declare the deployment with max_adapters")
                 if named.checkpoint:
                     return await self._adapter_checkpoint(named, backend)
                 assert permit is not None
                 return await self._adapter_version(permit, backend)
-            if not isinstance(backend, ReadsOthers):
+            if not isinstance(backend, ReadsOtherWeights):
                 raise self._unsupported_error(
                     "send the operation to a deployment whose backend supports named weights"
                 )
@@ -214,8 +214,8 @@ class WeightsReader:
     async def _save_current(self) -> SavedBytes:
         """Memory that saves the heap's current weights while other weights replace them."""
         backend, num_bytes = self.executor.backend, self.state.weights_bytes
-        if isinstance(backend, LendsMore):
-            num_bytes = backend.lent_bytes
+        if isinstance(backend, WritesPastWeights):
+            num_bytes = backend.exchanged_bytes
         return await self.state.loans.borrow_to_save(num_bytes, self.executor.applied)
 
     def _register_whole(
@@ -230,7 +230,7 @@ class WeightsReader:
 
     # --- versions of adapters ---------------------------------------------------------------------
 
-    async def _adapter_version(self, permit: Permit, backend: TakesAdapters) -> AdapterVersion:
+    async def _adapter_version(self, permit: Permit, backend: ReadsAdapters) -> AdapterVersion:
         adapter, ticket = permit.adapter, permit.ticket
         assert adapter is not None, "the scheduler says what the version is"
         assert ticket is not None
@@ -271,7 +271,7 @@ class WeightsReader:
     # --- checkpoints of adapters ------------------------------------------------------------------
 
     async def _adapter_checkpoint(
-        self, named: NamedWeights, backend: TakesAdapters
+        self, named: NamedWeights, backend: ReadsAdapters
     ) -> AdapterVersion:
         source = self._source(named)
         async with self._lock(f"{source}/{named.checkpoint}"):

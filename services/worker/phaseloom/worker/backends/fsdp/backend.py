@@ -181,7 +181,7 @@ class FsdpBackend(TrainingBackend):
             return ForwardResult([*scoring.logprobs(self._scorer, batch, packed)])
 
     def check_forward_backward(self, args: ForwardBackward) -> None:
-        self._trained()
+        self._require_training()
         check_samples(args.batch, self._max_positions)
         loss_batch(args, self.vocab_size)
 
@@ -189,13 +189,13 @@ class FsdpBackend(TrainingBackend):
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
         """Add gradients. Raises: CallerError: loss or gradients are not finite; the gradients are
         spoilt."""
-        self._trained()
+        self._require_training()
         loss = 0.0
         num_tokens = 0
         for packed in self._passes(loss_batch(args, self.vocab_size), only_used=True):
             num_tokens += packed.index_N.size
             loss += self._backward(args, packed)
-        return self._added(args, loss, num_tokens)
+        return self._result(args, loss, num_tokens)
 
     @collective
     def weights_sha256(self) -> str:
@@ -205,19 +205,19 @@ class FsdpBackend(TrainingBackend):
         )
 
     @property
-    def lent_bytes(self) -> int:
+    def exchanged_bytes(self) -> int:
         masters = self._layout.training.masters if self._layout.training else None
-        return (masters if masters and self._lends_masters else self._layout.weights).stop
+        return (masters if masters and self._exchanges_masters else self._layout.weights).stop
 
     @property
-    def _lends_masters(self) -> bool:
+    def _exchanges_masters(self) -> bool:
         """Whether FSDP2 gathers the masters, which stand behind the weights, where there are any:
         a rank that is alone computes with the weights."""
         return self._ranks.world_size > 1
 
-    def weights_lent(self, name: str) -> None:
+    def weights_exchanged(self, name: str) -> None:
         """Lend their masters, too, where it is these that FSDP2 gathers."""
-        if name and self._lends_masters:
+        if name and self._exchanges_masters:
             pairs = zip(self._masters.weights, self._masters.masters, strict=True)
             with torch.no_grad():
                 for weight, master in pairs:
@@ -241,9 +241,9 @@ class FsdpBackend(TrainingBackend):
                 self.at_boundary()
                 yield packed
             return
-        own = [*passes(batch, only_used=only_used)]
-        num_idle = largest(len(own), self._ranks) - len(own)
-        yield from own
+        local_passes = [*passes(batch, only_used=only_used)]
+        num_idle = largest(len(local_passes), self._ranks) - len(local_passes)
+        yield from local_passes
         for _ in range(num_idle):
             yield idle_pass()
 
@@ -278,11 +278,11 @@ class FsdpBackend(TrainingBackend):
 
 def _blockwise_square(flat: torch.Tensor) -> torch.Tensor:
     """The sum of squares, the same bits for any number of threads."""
-    whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
+    num_blocked = flat.numel() // NORM_BLOCK * NORM_BLOCK
     # A reduction of rows gives each row to one thread; the sum over the rows is in float64, on one.
-    sums = flat[:whole].view(-1, NORM_BLOCK).square().sum(dim=1).double()
-    rest = flat[whole:].square().sum().double()
-    return torch.tensor(math.fsum([*sums.tolist(), rest.item()]), dtype=torch.float64)
+    sums = flat[:num_blocked].view(-1, NORM_BLOCK).square().sum(dim=1).double()
+    remainder = flat[num_blocked:].square().sum().double()
+    return torch.tensor(math.fsum([*sums.tolist(), remainder.item()]), dtype=torch.float64)
 
 
 def _layout(spec: DeploymentSpec, shapes: Mapping[str, Sequence[int]], ranks: RankGroup) -> Layout:

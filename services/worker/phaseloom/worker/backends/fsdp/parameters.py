@@ -35,15 +35,15 @@ def shard_modules(
 ) -> None:
     """Shard each layer, and the root with the rest. The weights of an adapter's base stay whole on
     every rank."""
-    own = {*own_parameters(root.model).values()}
-    base = {*root.parameters()} - own
+    state = {*own_parameters(root.model).values()}
+    frozen = {*root.parameters()} - state
     for module in [*layers, root]:
         fully_shard(
             module,
             mesh=mesh,
             reshard_after_forward=True,
             mp_policy=precision,
-            ignored_params=base,
+            ignored_params=frozen,
         )
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -57,7 +57,7 @@ def round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def use_heap(model: nn.Module, drawn: Views, used: Views, gradients: Views) -> None:
+def use_heap(model: nn.Module, filled: Views, used: Views, gradients: Views) -> None:
     """Make whole parameters views into the heap, and have their gradients added up there.
 
     Args: drawn: gets the parameters' values: the weights or, if there are any, the masters, from
@@ -66,18 +66,18 @@ def use_heap(model: nn.Module, drawn: Views, used: Views, gradients: Views) -> N
           gradients: empty where nothing is trained.
     """
     for name, parameter in own_parameters(model).items():
-        drawn[name].copy_(parameter.data)
+        filled[name].copy_(parameter.data)
         parameter.data = used[name]
         if name not in gradients:
             continue
         if gradients[name].dtype == parameter.dtype:
             parameter.grad = gradients[name]
         else:
-            hook = _adding_to(gradients[name])
+            hook = _adder_to(gradients[name])
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def _adding_to(gradient: torch.Tensor) -> Callable[[torch.Tensor], None]:
+def _adder_to(gradient: torch.Tensor) -> Callable[[torch.Tensor], None]:
     """A hook that adds the gradient of a pass, in the dtype of the weights, to this one."""
 
     def add(parameter: torch.Tensor) -> None:

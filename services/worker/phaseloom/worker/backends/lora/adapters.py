@@ -79,11 +79,11 @@ class LowRank(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = F.linear(x, self.weight, self.bias)
-        own = Matrices(self.lora_A.weight, self.lora_B.weight, self.scale)
+        own_matrices = Matrices(self.lora_A.weight, self.lora_B.weight, self.scale)
         if not self.rows.groups:
-            return own.added(x, y)
+            return own_matrices.added(x, y)
         for index_R, layers in self.rows.groups:
-            matrices = own if layers is None else layers.get(self.name)
+            matrices = own_matrices if layers is None else layers.get(self.name)
             if matrices is None:
                 continue
             if index_R is None:
@@ -98,14 +98,16 @@ def adapt(model: PreTrainedModel, adapter: Adapter) -> None:
 
     Raises: CallerError: the model has no linear layer of some target's name.
     """
-    layers = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
-    known = sorted({_last(name) for name in layers})
+    layers = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+    layer_names = sorted({_last(name) for name in layers})
     for target in adapter.targets:
-        if target not in known:
+        if target not in layer_names:
             raise CallerError(
                 f"the model has no linear layers called {target!r}",
                 field="model.adapter.targets",
-                remedy=f"use some of {', '.join(known)}",
+                remedy=f"use some of {', '.join(layer_names)}",
             )
     generator = torch.Generator().manual_seed(adapter.seed)
     rows = RowAdapters()

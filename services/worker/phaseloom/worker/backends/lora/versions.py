@@ -14,63 +14,63 @@ from phaseloom.worker.backends.lora.adapters import layer_and_part
 from phaseloom.worker.backends.model import TORCH_DTYPES
 
 
-def shapes_of(own: Sequence[TensorSlot], adapter: Adapter) -> dict[str, list[int]]:
+def shapes_of(own_slots: Sequence[TensorSlot], adapter: Adapter) -> dict[str, list[int]]:
     """The shapes of an adapter's tensors on a deployment's base, by the names of files.
 
     Args: own: of a version of the deployment's own adapter.
     """
-    own_rank = _rank_of(own)
+    own_rank = _rank_of(own_slots)
     return {
         slot.name: _of_rank(slot, adapter.rank, own_rank)
-        for slot in own
+        for slot in own_slots
         if layer_and_part(slot.name)[0].rpartition(".")[2] in adapter.targets
     }
 
 
-def check_version(version: AdapterVersion, own: Sequence[TensorSlot]) -> None:
+def check_version(version: AdapterVersion, own_slots: Sequence[TensorSlot]) -> None:
     """Check that a deployment can read with a version in place of its own adapter.
 
     Args:   own: of a version of the deployment's own adapter.
     Raises: CallerError: why not.
     """
-    own_rank, by_name = _rank_of(own), {slot.name: slot for slot in own}
+    own_rank, by_name = _rank_of(own_slots), {slot.name: slot for slot in own_slots}
     if version.adapter.rank > own_rank:
         raise refused(
             f"the adapter has rank {version.adapter.rank}, this deployment has room for {own_rank}",
             "declare it with an adapter of the highest rank that it is to generate with",
         )
     for slot in version.slots:
-        mine = by_name.get(slot.name)
-        if mine is None:
+        own_slot = by_name.get(slot.name)
+        if own_slot is None:
             raise refused(
                 f"this deployment has no adapter on {layer_and_part(slot.name)[0]!r}",
                 "declare it with an adapter whose targets are those of all adapters that it "
                 "is to generate with",
             )
         ranks = (version.adapter.rank, own_rank)
-        if (slot.dtype, slot.shape) != (mine.dtype, _of_rank(mine, *ranks)):
+        if (slot.dtype, slot.shape) != (own_slot.dtype, _of_rank(own_slot, *ranks)):
             raise refused(
                 f"{slot.name} is {slot.dtype}{slot.shape}: the adapter is on another base",
                 "name weights of an adapter on the base that this deployment has",
             )
 
 
-def _rank_of(own: Sequence[TensorSlot]) -> int:
-    return max(slot.shape[0] for slot in own if ".lora_A." in slot.name)
+def _rank_of(own_slots: Sequence[TensorSlot]) -> int:
+    return max(slot.shape[0] for slot in own_slots if ".lora_A." in slot.name)
 
 
-def _of_rank(own: TensorSlot, rank: int, own_rank: int) -> list[int]:
+def _of_rank(own_slot: TensorSlot, rank: int, own_rank: int) -> list[int]:
     """The shape of a tensor for an adapter of another rank."""
-    axis = 0 if layer_and_part(own.name)[1] == "lora_A" else 1
-    assert own.shape[axis] == own_rank
-    return [rank if i == axis else size for i, size in enumerate(own.shape)]
+    axis = 0 if layer_and_part(own_slot.name)[1] == "lora_A" else 1
+    assert own_slot.shape[axis] == own_rank
+    return [rank if i == axis else size for i, size in enumerate(own_slot.shape)]
 
 
 def tensors_of(version: AdapterVersion) -> dict[str, torch.Tensor]:
     """A version's tensors where they lie in host memory."""
-    whole = torch.frombuffer(version.memory, dtype=torch.uint8)
+    memory = torch.frombuffer(version.memory, dtype=torch.uint8)
     return {
-        slot.name: whole[slot.offset : slot.offset + slot.num_bytes]
+        slot.name: memory[slot.offset : slot.offset + slot.num_bytes]
         .view(TORCH_DTYPES[slot.dtype])
         .view(slot.shape)
         for slot in version.slots

@@ -56,15 +56,15 @@ class Added:
         mixed_TBr = F.linear(x_TBH, a_rH)
         if self._is_split:
             mixed_TBr = self._moved(mixed_TBr)
-        made, start = [], 0
+        outputs, start = [], 0
         for part in self._parts:
             if part.b_Fr is None:
-                made.append(y_TBF.new_zeros(*y_TBF.shape[:-1], part.outputs))
+                outputs.append(y_TBF.new_zeros(*y_TBF.shape[:-1], part.outputs))
                 continue
             rank = part.b_Fr.shape[1]
-            made.append(F.linear(mixed_TBr[..., start : start + rank], part.b_Fr))
+            outputs.append(F.linear(mixed_TBr[..., start : start + rank], part.b_Fr))
             start += rank
-        return torch.add(y_TBF, torch.cat(made, -1), alpha=self._scale)
+        return torch.add(y_TBF, torch.cat(outputs, -1), alpha=self._scale)
 
     def _moved(self, mixed_TBr: torch.Tensor) -> torch.Tensor:
         moved: torch.Tensor
@@ -90,23 +90,23 @@ def adapt(
 
     Args: parameters: the rank's slices of A and B, by their names in files.
     """
-    for each in adapted:
+    for layer in adapted:
         parts = [
             Part(part.outputs, *(parameters.get(name) for name in _names(part)))
-            for part in each.parts
+            for part in layer.parts
         ]
-        stage.get_submodule(each.module).register_forward_hook(
-            _adding(Added(each.spread, parts, scale, tp=tp))
+        stage.get_submodule(layer.module).register_forward_hook(
+            _adding(Added(layer.spread, parts, scale, tp=tp))
         )
 
 
 def matrix_shards(adapted: Sequence[Adapted]) -> dict[str, Shard]:
     """The rank's slices of all A and B, by their names in files and in the order of these."""
-    found: dict[str, Shard] = {}
-    for part in (part for each in adapted for part in each.parts):
+    shards: dict[str, Shard] = {}
+    for part in (part for layer in adapted for part in layer.parts):
         if part.a is not None and part.b is not None:
-            found |= dict(zip(_names(part), (part.a, part.b), strict=True))
-    return {name: found[name] for name in sorted(found)}
+            shards |= dict(zip(_names(part), (part.a, part.b), strict=True))
+    return {name: shards[name] for name in sorted(shards)}
 
 
 def _names(part: AdaptedPart) -> tuple[str, str]:

@@ -178,7 +178,7 @@ class MegatronBackend(TrainingBackend):
         )
 
     def check_forward_backward(self, args: ForwardBackward) -> None:
-        self._trained()
+        self._require_training()
         check_samples(args.batch, self._max_positions)
         check_one_target(args.batch)
         loss_batch(args, self.vocab_size)
@@ -187,7 +187,7 @@ class MegatronBackend(TrainingBackend):
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
         """Add gradients. Raises: CallerError: loss or gradients are not finite; the gradients are
         spoilt."""
-        self._trained()
+        self._require_training()
         packed = self._passes(loss_batch(args, self.vocab_size), only_used=True)
         losses: list[torch.Tensor] = []
 
@@ -203,9 +203,9 @@ class MegatronBackend(TrainingBackend):
         self._gradients.begin()
         self._run(packed, loss_of, is_training=True)
         self._gradients.reduce()
-        total = torch.tensor(sum(each.item() for each in losses), dtype=torch.float64)
+        total = torch.tensor(sum(item.item() for item in losses), dtype=torch.float64)
         self._add_up_shares(total)
-        return self._added(args, total.item(), sum(each.index_N.size for each in packed))
+        return self._result(args, total.item(), sum(item.index_N.size for item in packed))
 
     def grad_norm(self, training: Training) -> float:
         square = self._gradients.squared(self._owned)
@@ -219,7 +219,7 @@ class MegatronBackend(TrainingBackend):
             self.version_slots, self.holdings, views, self._ranks.rank, self._dtype
         )
 
-    def weights_lent(self, name: str) -> None:
+    def weights_exchanged(self, name: str) -> None:
         """Nothing: passes read the weights, and never their masters."""
 
     def _join_parallel_groups(self, spec: DeploymentSpec) -> None:
@@ -257,7 +257,7 @@ class MegatronBackend(TrainingBackend):
         base = BaseMemory(spec.model, layout.slots, layout.heap_bytes, self._ranks, heap)
         made_of = parameters(sizes, self._place)
         dtype = TORCH_DTYPES[self._dtype]
-        for name, parameter in self._found(made_of).items():
+        for name, parameter in self._stage_parameters(made_of).items():
             start = layout.weights.slots[next(iter(made_of[name]))].offset
             num_bytes = parameter.numel() * dtype.itemsize
             flat = base.tensor[start : start + num_bytes].view(dtype)
@@ -279,19 +279,21 @@ class MegatronBackend(TrainingBackend):
         scale, tp = adapter.alpha / adapter.rank, self._place.layout.tp
         adapt(self._stage, layers, matrices, scale, tp=tp)
 
-    def _found(self, made_of: Parameters) -> dict[str, nn.Parameter]:
+    def _stage_parameters(self, made_of: Parameters) -> dict[str, nn.Parameter]:
         """The parameters of the stage."""
-        found = dict(self._stage.named_parameters())
-        if found.keys() != made_of.keys():
-            raise InternalError(f"not of this model: {sorted(found.keys() ^ made_of.keys())}")
-        return found
+        stage_parameters = dict(self._stage.named_parameters())
+        if stage_parameters.keys() != made_of.keys():
+            raise InternalError(
+                f"not of this model: {sorted(stage_parameters.keys() ^ made_of.keys())}"
+            )
+        return stage_parameters
 
     def _move_parameters(self, made_of: Parameters) -> None:
         """Make every parameter a view of the heap, and have its gradient added up there."""
         training = self._layout.training
-        found = self._found(made_of)
+        stage_parameters = self._stage_parameters(made_of)
         for name, slices in made_of.items():
-            parameter = found[name]
+            parameter = stage_parameters[name]
             weights = self._layout.weights
             first = weights.slots[next(iter(slices))]
             parameter.data = self._tensors.view(first, parameter.shape)
@@ -305,10 +307,10 @@ class MegatronBackend(TrainingBackend):
         regions = [self._layout.weights]
         if training is not None and training.masters is not None:
             regions.append(training.masters)
-        drawn = dict(
+        drawn_weights = dict(
             part
-            for name, whole in own_parameters(model).items()
-            for part in file_tensors(name, whole)
+            for name, parameter in own_parameters(model).items()
+            for part in file_tensors(name, parameter)
         )
         box_of = self.holdings[self._ranks.rank]
         for region in regions:
@@ -318,7 +320,7 @@ class MegatronBackend(TrainingBackend):
                     slice(start, start + size)
                     for start, size in zip(box.start, box.size, strict=True)
                 )
-                view.copy_(drawn[name].detach()[inside])
+                view.copy_(drawn_weights[name].detach()[inside])
 
     def _run(self, packed: Sequence[Pass], finish: Finish, *, is_training: bool) -> None:
         """Run passes through the pipeline, forward and, if it trains, backward. Collective among
@@ -350,10 +352,12 @@ class MegatronBackend(TrainingBackend):
     def _passes(self, batch: Batch, *, only_used: bool) -> list[Pass]:
         """Passes over this replica's data. Where replicas send tokens to one another's experts,
         idle ones follow, until there are as many as on the busiest replica."""
-        own = [*passes(batch, only_used=only_used)]
+        local_passes = [*passes(batch, only_used=only_used)]
         if self._place.layout.ep > 1:
-            own += [idle_pass()] * (largest(len(own), self._ranks) - len(own))
-        return own
+            local_passes += [idle_pass()] * (
+                largest(len(local_passes), self._ranks) - len(local_passes)
+            )
+        return local_passes
 
     def _add_up_shares(self, values: torch.Tensor) -> None:
         """Add up, in host memory, the values of the context-parallel ranks. Collective among
@@ -386,13 +390,13 @@ def _check_positions(config: PreTrainedConfig) -> None:
     """
     parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     kind = parameters.get("rope_type", "default")
-    for field, what, is_odd in (
+    for field, feature, is_unsupported in (
         ("sliding_window", "attention to a window", has_windows(config)),
         ("rope_parameters", f"rope_type {kind!r}", kind not in {"default", "linear", "llama3"}),
     ):
-        if is_odd:
+        if is_unsupported:
             raise CallerError(
-                f"the megatron backend cannot do {what}",
+                f"the megatron backend cannot do {feature}",
                 code=Code.FAILED_PRECONDITION,
                 field=f"model.config.{field}",
                 remedy="use the backend 'fsdp'",

@@ -52,24 +52,24 @@ def share_of(packed: Pass, cp: int, rank: int, tp: int = 1) -> Share:
     num_columns = packed.tokens_BT.shape[1]
     padded = _padded(packed, -num_columns % (2 * cp * tp if cp > 1 else tp))
     length = padded.tokens_BT.shape[1]
-    own = columns(length, cp, rank)
-    order = np.concatenate([columns(length, cp, each) for each in range(cp)])
+    local_columns = columns(length, cp, rank)
+    order = np.concatenate([columns(length, cp, peer) for peer in range(cp)])
     visible_BSS = padded.visible_BTT
     if visible_BSS is None and cp > 1:
         visible_BSS = np.tri(length, dtype=np.bool_)[None]
-    place = np.full(length, -1)
-    place[own] = np.arange(own.size)
+    local_index = np.full(length, -1)
+    local_index[local_columns] = np.arange(local_columns.size)
     row, column = np.divmod(packed.index_N, num_columns)
-    is_own = place[column] >= 0
+    is_local = local_index[column] >= 0
     return Share(
-        padded.tokens_BT[:, own],
-        padded.positions_BT[:, own],
-        None if visible_BSS is None else visible_BSS[:, own][:, :, order],
-        (row * own.size + place[column])[is_own],
-        packed.source_N[is_own],
-        packed.targets_N[is_own],
-        packed.q_N[is_own],
-        packed.coefficient_N[is_own],
+        padded.tokens_BT[:, local_columns],
+        padded.positions_BT[:, local_columns],
+        None if visible_BSS is None else visible_BSS[:, local_columns][:, :, order],
+        (row * local_columns.size + local_index[column])[is_local],
+        packed.source_N[is_local],
+        packed.targets_N[is_local],
+        packed.q_N[is_local],
+        packed.coefficient_N[is_local],
     )
 
 

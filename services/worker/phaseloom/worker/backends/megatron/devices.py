@@ -26,8 +26,8 @@ _FACTORIES: Final = frozenset({"empty", "ones", "tensor", "zeros"})
 class _Stream:
     """A stream that is never behind; it is the only one."""
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream)
+    def __eq__(self, stream: object) -> bool:
+        return isinstance(stream, _Stream)
 
     def __hash__(self) -> int:
         return 0
@@ -38,7 +38,7 @@ class _Stream:
     def synchronize(self) -> None:
         """Do nothing: all work that was asked for is done."""
 
-    def wait_stream(self, other: _Stream) -> None:
+    def wait_stream(self, stream: _Stream) -> None:
         """Do nothing: all work of the other stream is done."""
 
 
@@ -54,15 +54,15 @@ class _TorchOnCpu:
     )
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(torch, name)
+        attribute = getattr(torch, name)
         if name not in _FACTORIES:
-            return found
+            return attribute
 
-        def make(*args: Any, **kwargs: Any) -> torch.Tensor:
-            made: torch.Tensor = found(*args, **{**kwargs, "device": _CPU})
-            return made
+        def make_on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor: torch.Tensor = attribute(*args, **{**kwargs, "device": _CPU})
+            return tensor
 
-        return make
+        return make_on_cpu
 
 
 class _NoRandomStates(random.CudaRNGStatesTracker):  # type: ignore[misc]

@@ -107,9 +107,9 @@ class Gradients:
         if self._partly_seen:
             joined = torch.cat([gradient.flatten() for gradient in self._partly_seen])
             dist.all_reduce(joined, group=parallel_state.get_tensor_model_parallel_group())
-            summed = torch.split(joined, [each.numel() for each in self._partly_seen])
-            for gradient, each in zip(self._partly_seen, summed, strict=True):
-                gradient.copy_(each.view_as(gradient))
+            summed = torch.split(joined, [part.numel() for part in self._partly_seen])
+            for gradient, part in zip(self._partly_seen, summed, strict=True):
+                gradient.copy_(part.view_as(gradient))
         for gradient in self._shared_heads:
             self._add_up_heads(gradient)
         if self._embedding is not None:
@@ -132,11 +132,11 @@ class Gradients:
         """Add up a projection's gradients over the ranks that hold the same head."""
         heads = key_value_heads(self._sizes, self._place)
         size = self._sizes.head
-        every = gradient.new_zeros([self._sizes.kv_heads * size, *gradient.shape[1:]])
-        own = every[heads.start * size : heads.stop * size]
-        own.copy_(gradient)
-        dist.all_reduce(every, group=parallel_state.get_tensor_model_parallel_group())
-        gradient.copy_(own)
+        all_heads = gradient.new_zeros([self._sizes.kv_heads * size, *gradient.shape[1:]])
+        local_heads = all_heads[heads.start * size : heads.stop * size]
+        local_heads.copy_(gradient)
+        dist.all_reduce(all_heads, group=parallel_state.get_tensor_model_parallel_group())
+        gradient.copy_(local_heads)
 
     def _named(self, ends: tuple[str, ...]) -> list[torch.Tensor]:
         return [view for name, view in self._views.items() if name.endswith(ends)]

@@ -75,12 +75,12 @@ class Sizes:
 def sizes_of(config: Any) -> Sizes:
     """The sizes of a model. Raises: CallerError: this backend does not support it; names the
     field."""
-    known = CAPABILITIES["megatron"].model_types
-    if config.model_type not in known:
+    model_types = CAPABILITIES["megatron"].model_types
+    if config.model_type not in model_types:
         raise _unsupported(
             f"models of type {config.model_type!r}",
             "model_type",
-            f"use the backend 'fsdp', or one of {', '.join(known)}",
+            f"use the backend 'fsdp', or one of {', '.join(model_types)}",
         )
     for name in ("attention_bias", "mlp_bias"):
         if getattr(config, name, False):
@@ -125,12 +125,12 @@ def check_sizes(sizes: Sizes, layout: Layout) -> None:
     not."""
     tp, pp = layout.tp, layout.pp
     _check_experts(sizes.experts, layout)
-    for what, size in (
+    for label, size in (
         ("attention heads", sizes.heads),
         ("MLP rows", 0 if sizes.experts else sizes.intermediate),
     ):
         if size % tp:
-            raise _uneven(f"{size} {what} cannot be split over tp = {tp}", "layout.tp")
+            raise _uneven(f"{size} {label} cannot be split over tp = {tp}", "layout.tp")
     if sizes.kv_heads % tp and tp % sizes.kv_heads:
         raise _uneven(
             f"{sizes.kv_heads} key-value heads cannot be split over tp = {tp}", "layout.tp"
@@ -192,57 +192,61 @@ Parameters = Mapping[str, Mapping[str, Shard]]
 
 def parameters(sizes: Sizes, place: Place) -> Parameters:
     """The parameters of a rank's stage, by Megatron's names for them; those of experts last."""
-    found: dict[str, dict[str, Shard]] = {}
+    result: dict[str, dict[str, Shard]] = {}
     of_experts: dict[str, dict[str, Shard]] = {}
     hidden, rank, tp = sizes.hidden, place.at.tp, place.layout.tp
     norm = _whole([hidden])
     if place.is_first:
-        found[EMBEDDING] = {"model.embed_tokens.weight": _vocabulary(sizes, place)}
+        result[EMBEDDING] = {"model.embed_tokens.weight": _vocabulary(sizes, place)}
     num_layers = sizes.num_layers // place.layout.pp
     for layer in range(num_layers):
-        own = f"decoder.layers.{layer}."
-        theirs = f"model.layers.{place.at.pp * num_layers + layer}."
-        attention, mlp = f"{theirs}self_attn.", f"{theirs}mlp."
-        found[f"{own}input_layernorm.weight"] = {f"{theirs}input_layernorm.weight": norm}
-        found[f"{own}self_attention.linear_qkv.weight"] = {
+        stage_layer = f"decoder.layers.{layer}."
+        model_layer = f"model.layers.{place.at.pp * num_layers + layer}."
+        attention, mlp = f"{model_layer}self_attn.", f"{model_layer}mlp."
+        result[f"{stage_layer}input_layernorm.weight"] = {
+            f"{model_layer}input_layernorm.weight": norm
+        }
+        result[f"{stage_layer}self_attention.linear_qkv.weight"] = {
             f"{attention}{name}_proj.weight": _rows([heads * sizes.head, hidden], run)
             for name, heads, run in _head_rows(sizes, place)
         }
         if sizes.has_qkv_bias:
-            found[f"{own}self_attention.linear_qkv.bias"] = {
+            result[f"{stage_layer}self_attention.linear_qkv.bias"] = {
                 f"{attention}{name}_proj.bias": _rows([heads * sizes.head], run)
                 for name, heads, run in _head_rows(sizes, place)
             }
         if sizes.has_qk_norm:
             for name in ("q", "k"):
-                found[f"{own}self_attention.{name}_layernorm.weight"] = {
+                result[f"{stage_layer}self_attention.{name}_layernorm.weight"] = {
                     f"{attention}{name}_norm.weight": _whole([sizes.head])
                 }
-        found[f"{own}self_attention.linear_proj.weight"] = {
+        result[f"{stage_layer}self_attention.linear_proj.weight"] = {
             f"{attention}o_proj.weight": _columns([hidden, sizes.heads * sizes.head], rank, tp)
         }
-        found[f"{own}pre_mlp_layernorm.weight"] = {f"{theirs}post_attention_layernorm.weight": norm}
+        result[f"{stage_layer}pre_mlp_layernorm.weight"] = {
+            f"{model_layer}post_attention_layernorm.weight": norm
+        }
         if sizes.experts is not None:
-            found[f"{own}mlp.router.weight"] = {
+            result[f"{stage_layer}mlp.router.weight"] = {
                 f"{mlp}gate.weight": _whole([sizes.experts.num, hidden])
             }
-            of_experts |= _expert_parameters(sizes.experts, hidden, place, own, mlp)
+            of_experts |= _expert_parameters(sizes.experts, hidden, place, stage_layer, mlp)
             continue
         rows = _even(sizes.intermediate, rank, tp)
-        found[f"{own}mlp.linear_fc1.weight"] = {
+        result[f"{stage_layer}mlp.linear_fc1.weight"] = {
             f"{mlp}{name}_proj.weight": _rows([sizes.intermediate, hidden], rows)
             for name in ("gate", "up")
         }
-        found[f"{own}mlp.linear_fc2.weight"] = {
+        result[f"{stage_layer}mlp.linear_fc2.weight"] = {
             f"{mlp}down_proj.weight": _columns([hidden, sizes.intermediate], rank, tp)
         }
     if place.is_last:
-        found["decoder.final_layernorm.weight"] = {"model.norm.weight": norm}
+        result["decoder.final_layernorm.weight"] = {"model.norm.weight": norm}
         if not sizes.is_tied:
-            found[OUTPUT] = {"lm_head.weight": _vocabulary(sizes, place)}
+            result[OUTPUT] = {"lm_head.weight": _vocabulary(sizes, place)}
         elif not place.is_first:
-            found[OUTPUT] = {"model.embed_tokens.weight": _vocabulary(sizes, place)}
-    return found | of_experts
+            result[OUTPUT] = {"model.embed_tokens.weight": _vocabulary(sizes, place)}
+    return result | of_experts
 
 
 class Spread(StrEnum):
@@ -289,20 +293,20 @@ class Adapted:
 
 def adapted(sizes: Sizes, place: Place, adapter: Adapter) -> list[Adapted]:
     """The layers of a rank's stage that have an adapter."""
-    found = []
+    result = []
     for name, slices in parameters(sizes, place).items():
         module, _, kind = name.rpartition(".")
         spread = _SPREADS.get(module.rpartition(".")[2])
         if kind == "weight" and spread is not None:
-            layers = {each.removesuffix(".weight"): shard for each, shard in slices.items()}
-            found.append(Adapted(module, spread, _adapted_parts(layers, adapter)))
+            layers = {entry.removesuffix(".weight"): shard for entry, shard in slices.items()}
+            result.append(Adapted(module, spread, _adapted_parts(layers, adapter)))
     if place.is_last:
         vocabulary = _vocabulary(sizes, place)
         parts = _adapted_parts({"lm_head": vocabulary}, adapter)
         if padding := vocabulary.padded_shape[0] - vocabulary.shape[0]:
             parts.append(AdaptedPart(padding))
-        found.append(Adapted("output_layer", Spread.IDS, parts))
-    return [each for each in found if any(part.layer for part in each.parts)]
+        result.append(Adapted("output_layer", Spread.IDS, parts))
+    return [entry for entry in result if any(part.layer for part in entry.parts)]
 
 
 def _adapted_parts(layers: Mapping[str, Shard], adapter: Adapter) -> list[AdaptedPart]:
@@ -326,19 +330,22 @@ def is_of_expert(name: str) -> bool:
 
 
 def _expert_parameters(
-    experts: Experts, hidden: int, place: Place, own: str, mlp: str
+    experts: Experts, hidden: int, place: Place, stage_layer: str, mlp: str
 ) -> dict[str, dict[str, Shard]]:
     """The parameters of a layer's experts that the rank has, each expert whole."""
     first, into = _whole([experts.intermediate, hidden]), _whole([hidden, experts.intermediate])
-    found: dict[str, dict[str, Shard]] = {}
+    result: dict[str, dict[str, Shard]] = {}
     for local, expert in enumerate(_even(experts.num, place.at.ep, place.layout.ep)):
-        here, there = f"{own}mlp.experts.local_experts.{local}.", f"{mlp}experts.{expert}."
-        found[f"{here}linear_fc1.weight"] = {
-            f"{there}gate_proj.weight": first,
-            f"{there}up_proj.weight": first,
+        stage_expert, model_expert = (
+            f"{stage_layer}mlp.experts.local_experts.{local}.",
+            f"{mlp}experts.{expert}.",
+        )
+        result[f"{stage_expert}linear_fc1.weight"] = {
+            f"{model_expert}gate_proj.weight": first,
+            f"{model_expert}up_proj.weight": first,
         }
-        found[f"{here}linear_fc2.weight"] = {f"{there}down_proj.weight": into}
-    return found
+        result[f"{stage_expert}linear_fc2.weight"] = {f"{model_expert}down_proj.weight": into}
+    return result
 
 
 def token_ids(sizes: Sizes, place: Place) -> range:
@@ -357,21 +364,24 @@ def key_value_heads(sizes: Sizes, place: Place) -> range:
 
 def _head_rows(sizes: Sizes, place: Place) -> list[tuple[str, int, range]]:
     """For queries, keys and values: their letter, all heads, and the rows of the rank's heads."""
-    own, held = _even(sizes.heads, place.at.tp, place.layout.tp), key_value_heads(sizes, place)
+    query_heads, kv_heads = (
+        _even(sizes.heads, place.at.tp, place.layout.tp),
+        key_value_heads(sizes, place),
+    )
 
     def rows(heads: range) -> range:
         return range(heads.start * sizes.head, heads.stop * sizes.head)
 
     return [
-        ("q", sizes.heads, rows(own)),
-        ("k", sizes.kv_heads, rows(held)),
-        ("v", sizes.kv_heads, rows(held)),
+        ("q", sizes.heads, rows(query_heads)),
+        ("k", sizes.kv_heads, rows(kv_heads)),
+        ("v", sizes.kv_heads, rows(kv_heads)),
     ]
 
 
 def _even(size: int, rank: int, parts: int) -> range:
-    each = size // parts
-    return range(rank * each, (rank + 1) * each)
+    size_each = size // parts
+    return range(rank * size_each, (rank + 1) * size_each)
 
 
 def _whole(shape: list[int]) -> Shard:
@@ -388,27 +398,29 @@ def _columns(shape: list[int], rank: int, tp: int) -> Shard:
 
 
 def _vocabulary(sizes: Sizes, place: Place) -> Shard:
-    own = _rows([sizes.vocab, sizes.hidden], token_ids(sizes, place))
+    local_rows = _rows([sizes.vocab, sizes.hidden], token_ids(sizes, place))
     padded = sizes.padded_vocab(place.layout.tp) // place.layout.tp
-    return Shard(own.shape, [padded, sizes.hidden], own.global_shape, own.start)
+    return Shard(
+        local_rows.shape, [padded, sizes.hidden], local_rows.global_shape, local_rows.start
+    )
 
 
 def _slice(shape: list[int], size: list[int], start: list[int]) -> Shard:
     return _whole(shape) if size == shape else Shard(size, size, shape, start)
 
 
-def _uneven(what: str, field: str) -> CallerError:
+def _uneven(problem: str, field: str) -> CallerError:
     return CallerError(
-        f"{what} by the megatron backend",
+        f"{problem} by the megatron backend",
         code=Code.FAILED_PRECONDITION,
         field=field,
         remedy="use a divisor, and layout.dp for more ranks",
     )
 
 
-def _unsupported(what: str, field: str, remedy: str) -> CallerError:
+def _unsupported(feature: str, field: str, remedy: str) -> CallerError:
     return CallerError(
-        f"the megatron backend cannot do {what}",
+        f"the megatron backend cannot do {feature}",
         code=Code.FAILED_PRECONDITION,
         field=f"model.config.{field}",
         remedy=remedy,

@@ -64,7 +64,7 @@ class AdapterCache:
             )
         check_version(version, [*self._own.values()])
 
-    def hold(self, version: AdapterVersion, others: Collection[str]) -> Layers:
+    def load(self, version: AdapterVersion, needed: Collection[str]) -> Layers:
         """The matrices of a version, which is copied to the device unless it is there.
 
         Args: others: versions that must stay, fewer than there are places.
@@ -73,7 +73,7 @@ class AdapterCache:
             self._kept.move_to_end(version.name)
             return self._kept[version.name][1]
         if not self._free:
-            oldest = next(name for name in self._kept if name not in others)
+            oldest = next(name for name in self._kept if name not in needed)
             self._free.append(self._kept.pop(oldest)[0])
         place = self._free.pop()
         memory, start, views = self._places[place], 0, {}
@@ -93,15 +93,15 @@ class AdapterCache:
         Args: versions: one for each row; None: the model's own adapter. No more different ones than
               there are places.
         """
-        by_name = {each.name: each for each in versions if each is not None}
-        held = {name: self.hold(each, by_name) for name, each in by_name.items()}
-        names = [None if each is None else each.name for each in versions]
+        by_name = {version.name: version for version in versions if version is not None}
+        layers_by_name = {name: self.load(version, by_name) for name, version in by_name.items()}
+        names = [None if version is None else version.name for version in versions]
         groups: list[tuple[torch.Tensor | None, Layers | None]] = []
         for name in dict.fromkeys(names):
-            rows = [i for i, each in enumerate(names) if each == name]
+            rows = [i for i, row_name in enumerate(names) if row_name == name]
             is_all = len(rows) == len(names)
             index_R = None if is_all else torch.tensor(rows, device=self._device)
-            groups.append((index_R, None if name is None else held[name]))
+            groups.append((index_R, None if name is None else layers_by_name[name]))
         with self._rows.of(groups):
             yield
 
@@ -112,7 +112,7 @@ class AdapterCache:
         if version is None:
             yield
             return
-        tensors = {name: each.to(self._device) for name, each in tensors_of(version).items()}
+        tensors = {name: tensor.to(self._device) for name, tensor in tensors_of(version).items()}
         with self._rows.of([(None, _layers(version, tensors))]):
             yield
 
@@ -134,4 +134,7 @@ def _layers(version: AdapterVersion, tensors: Mapping[str, torch.Tensor]) -> Lay
         layer, part = layer_and_part(name)
         parts.setdefault(layer, {})[part] = tensor
     scale = version.adapter.alpha / version.adapter.rank
-    return {layer: Matrices(each["lora_A"], each["lora_B"], scale) for layer, each in parts.items()}
+    return {
+        layer: Matrices(matrices["lora_A"], matrices["lora_B"], scale)
+        for layer, matrices in parts.items()
+    }

@@ -102,14 +102,14 @@ class SamplerBackend(InferenceBackend):
             parameter.data = views[name]
         self._decoder = decoder_of(self._model)
         self._prefixes = prefix_cache(spec, heap, self._decoder)
-        self._lent = ""
+        self._weights_name = ""
         self._adapters = None
         if spec.model.adapter is not None:
-            places = torch.empty(0, dtype=torch.uint8, device=self._device)
+            adapter_memory = torch.empty(0, dtype=torch.uint8, device=self._device)
             if spec.max_adapters:
                 start = base_scratch_bytes(spec.model, ranks)
-                places = scratch_tensor(heap)[start : start + _adapter_bytes(spec)]
-            self._adapters = AdapterCache(self._model, self.version_slots, places)
+                adapter_memory = scratch_tensor(heap)[start : start + _adapter_bytes(spec)]
+            self._adapters = AdapterCache(self._model, self.version_slots, adapter_memory)
         self._scorer = scoring.Scorer(self._model, TORCH_DTYPES[self._dtype])
         self.at_boundary: Callable[[], None] = nothing
         return_freed_memory()
@@ -141,19 +141,19 @@ class SamplerBackend(InferenceBackend):
         call = _Call(watch)
         batch = _Batch()
         with torch.inference_mode():
-            self._take(call, requests)
+            self._add_requests(call, requests)
             while call.has_waiting or batch.waves:
-                places = self._adapters.num_places if self._adapters else 0
-                wave = call.next_wave(batch, places)
+                num_adapters = self._adapters.num_places if self._adapters else 0
+                wave = call.next_wave(batch, num_adapters)
                 if wave:
-                    self._begin(call, batch, wave)
+                    self._start_wave(call, batch, wave)
                 elif batch.waves:
                     self._step(call, batch)
-                call.tell_drawn(batch)
+                call.report_new_tokens(batch)
                 self.at_boundary()
-                self._take(call, watch.joined())
+                self._add_requests(call, watch.joined())
 
-    def _take(self, call: _Call, requests: Seq[Generate]) -> None:
+    def _add_requests(self, call: _Call, requests: Seq[Generate]) -> None:
         for args in requests:
             version = call.next_adapter
             with nullcontext() if self._adapters is None else self._adapters.alone(version):
@@ -181,11 +181,11 @@ class SamplerBackend(InferenceBackend):
         if self._adapters is not None:
             self._adapters.forget()
         if self._prefixes is not None:
-            self._prefixes.forget()
+            self._prefixes.clear()
 
-    def weights_lent(self, name: str) -> None:
+    def weights_exchanged(self, name: str) -> None:
         """Keep keys and values by the name of their weights."""
-        self._lent = name
+        self._weights_name = name
 
     def weights_updated(self) -> None:
         if self._prefixes is not None:
@@ -199,12 +199,12 @@ class SamplerBackend(InferenceBackend):
     def close(self) -> None:
         """Do nothing: there is no process group and no thread."""
 
-    def _begin(self, call: _Call, batch: _Batch, wave: list[_Prompt]) -> None:
+    def _start_wave(self, call: _Call, batch: _Batch, wave: list[_Prompt]) -> None:
         """Prefill every prompt of the wave once, draw the first token of all its samples, and add
         them to the batch."""
-        asked = self._sampling(call, wave)
-        rows = Rows(asked, self.vocab_size)
-        prefixes = self._found(call, wave)
+        samplings = self._samplings(call, wave)
+        rows = Rows(samplings, self.vocab_size)
+        prefixes = self._find_prefixes(call, wave)
         prefill = self._prefill(wave, prefixes, rows.room)
         samples_P = [call.args(prompt).num_samples for prompt in wave]
         expand_B = torch.arange(len(wave)).repeat_interleave(torch.tensor(samples_P))
@@ -216,24 +216,24 @@ class SamplerBackend(InferenceBackend):
         adapters = [wave[i].adapter for i in expand_B.tolist()]
         prefill.cache.keep_rows(expand_B)
         batch.add(rows, prefill.cache, origins, adapters)
-        self._keep_ended(batch)
+        self._cache_ended_rows(batch)
 
-    def _found(self, call: _Call, wave: list[_Prompt]) -> list[Prefix]:
+    def _find_prefixes(self, call: _Call, wave: list[_Prompt]) -> list[Prefix]:
         """The kept beginning of each prompt of the wave, from the prefix cache."""
         cache = self._prefixes
         if cache is None:
             return [Prefix(0)] * len(wave)
-        found = [
+        prefixes = [
             cache.find(
                 p.tokens_T.tolist(),
                 len(p.start.generated),
-                p.adapter.name if p.adapter else self._lent,
+                p.adapter.name if p.adapter else self._weights_name,
             )
             for p in wave
         ]
-        for prompt, prefix in zip(wave, found, strict=True):
-            call.begun(prompt, prefix.num_tokens)
-        return found
+        for prompt, prefix in zip(wave, prefixes, strict=True):
+            call.count_tokens(prompt, prefix.num_tokens)
+        return prefixes
 
     def _prefill(self, wave: list[_Prompt], prefixes: list[Prefix], room: int) -> Prefill[Any]:
         """Run the new part of each prompt: together where equally many tokens are new, or all.
@@ -245,7 +245,7 @@ class SamplerBackend(InferenceBackend):
             num_new = prompt.tokens_T.size - prefix.num_tokens
             groups.setdefault(num_new if prefix.num_tokens else 0, []).append(i)
         parts = [
-            self._prefill_alike([wave[i] for i in group], [prefixes[i] for i in group], room)
+            self._prefill_group([wave[i] for i in group], [prefixes[i] for i in group], room)
             for group in groups.values()
         ]
         if len(parts) == 1:
@@ -259,14 +259,16 @@ class SamplerBackend(InferenceBackend):
         cache.keep_rows(order_P)
         return Prefill(logits_PV.index_select(0, order_P), cache)
 
-    def _prefill_alike(
+    def _prefill_group(
         self, wave: list[_Prompt], prefixes: list[Prefix], room: int
     ) -> Prefill[Any]:
         """Run prompts of which nothing is kept, or of which equally many tokens are new."""
-        with self._with(prompt.adapter for prompt in wave):
+        with self._row_adapters(prompt.adapter for prompt in wave):
             return self._prefill_with(wave, prefixes, room)
 
-    def _with(self, adapters: Iterable[AdapterVersion | None]) -> AbstractContextManager[None]:
+    def _row_adapters(
+        self, adapters: Iterable[AdapterVersion | None]
+    ) -> AbstractContextManager[None]:
         """Run passes, within the block, with the adapters of their rows."""
         if self._adapters is None:
             return nullcontext()
@@ -274,11 +276,11 @@ class SamplerBackend(InferenceBackend):
         return self._adapters.rows(versions) if any(versions) else nullcontext()
 
     def _prefill_with(self, wave: list[_Prompt], prefixes: list[Prefix], room: int) -> Prefill[Any]:
-        rest = [
+        new_tokens = [
             prompt.tokens_T[prefix.num_tokens :]
             for prompt, prefix in zip(wave, prefixes, strict=True)
         ]
-        tokens_PT, padding_P = _left_pad(rest)
+        tokens_PT, padding_P = _left_pad(new_tokens)
         tokens_PT = tokens_PT.to(self._device)
         if not prefixes[0].num_tokens:
             capacity = tokens_PT.shape[1] + room
@@ -289,7 +291,7 @@ class SamplerBackend(InferenceBackend):
         padding_P = torch.tensor([columns - prefix.num_tokens for prefix in prefixes])
         return self._decoder.resume(tokens_PT, kv_LCBKSD, padding_P.to(self._device), room)
 
-    def _keep_ended(self, batch: _Batch) -> None:
+    def _cache_ended_rows(self, batch: _Batch) -> None:
         """Give the rows that have just ended to the prefix cache."""
         if self._prefixes is None:
             return
@@ -297,7 +299,7 @@ class SamplerBackend(InferenceBackend):
         for rows, origins in zip(batch.waves, batch.origins, strict=True):
             for ended in rows.take_ended_rows():
                 origin = origins[ended.row]
-                self._prefixes.keep(ended.tokens, origin, batch.cache, start + ended.place)
+                self._prefixes.store(ended.tokens, origin, batch.cache, start + ended.place)
             start += rows.num_rows
 
     def _step(self, call: _Call, batch: _Batch) -> None:
@@ -306,23 +308,23 @@ class SamplerBackend(InferenceBackend):
         if not batch.waves:
             return
         last_B = torch.cat([rows.last_B for rows in batch.waves]).to(self._device)
-        with self._with(chain.from_iterable(batch.adapters)):
+        with self._row_adapters(chain.from_iterable(batch.adapters)):
             logits_BV = self._decoder.step(last_B, batch.cache).cpu()
         call.stepped(len(logits_BV))
         logits = torch.split(logits_BV, batch.num_rows_by_wave)
         for rows, logits_RV in zip(batch.waves, logits, strict=True):
             call.accept(rows, logits_RV)
-        self._keep_ended(batch)
+        self._cache_ended_rows(batch)
 
-    def _sampling(self, call: _Call, wave: list[_Prompt]) -> list[Sampling]:
+    def _samplings(self, call: _Call, wave: list[_Prompt]) -> list[Sampling]:
         """The parameters of each request of the wave; the prompts of a request follow one
         another."""
-        asked: list[Sampling] = []
+        samplings: list[Sampling] = []
         for request in dict.fromkeys(prompt.request for prompt in wave):
             prompts = [prompt for prompt in wave if prompt.request == request]
             args = call.args(prompts[0])
             sampling = args.sampling
-            asked.append(
+            samplings.append(
                 Sampling(
                     request,
                     prompts[0].index,
@@ -330,7 +332,7 @@ class SamplerBackend(InferenceBackend):
                     args.num_samples,
                     sampling.max_tokens,
                     sampling,
-                    self._stops(sampling),
+                    self._stop_tokens(sampling),
                     [
                         self._stop_text(sampling, prompt.start.generated)
                         for prompt in prompts
@@ -338,7 +340,7 @@ class SamplerBackend(InferenceBackend):
                     ],
                 )
             )
-        return asked
+        return samplings
 
     def _scored_prompts(self, args: Generate) -> GenerateResult:
         """The log-probabilities of each prompt, as `forward` gives them, after a 0 for its first
@@ -349,15 +351,15 @@ class SamplerBackend(InferenceBackend):
         data = [Datum(tokens_T[:-1], tokens_T[1:]) for tokens_T in tokens if tokens_T[1:]]
         batch = forward_batch(Forward(data), self.vocab_size)
         num_top = min(args.prompt_top_logprobs, self.vocab_size)
-        found = iter(scoring.scores(self._scorer, batch, num_top))
+        scored_prompts = iter(scoring.scores(self._scorer, batch, num_top))
         none = scoring.Scores(b"", b"", b"")
-        scored = [next(found) if tokens_T[1:] else none for tokens_T in tokens]
+        scored = [next(scored_prompts) if tokens_T[1:] else none for tokens_T in tokens]
         first, first_top = bytes(4), bytes(4 * num_top)
         return GenerateResult(
             [],
-            [first + each.logprobs for each in scored],
-            [first_top + each.top_tokens for each in scored if num_top],
-            [first_top + each.top_logprobs for each in scored if num_top],
+            [first + scores.logprobs for scores in scored],
+            [first_top + scores.top_tokens for scores in scored if num_top],
+            [first_top + scores.top_logprobs for scores in scored if num_top],
         )
 
 
@@ -412,7 +414,7 @@ class _Batch:
     @property
     def versions(self) -> set[str]:
         """The adapter versions that rows need, beside the deployment's own."""
-        return {each.name for wave in self.adapters for each in wave if each is not None}
+        return {adapter.name for wave in self.adapters for adapter in wave if adapter is not None}
 
     def add(
         self,
@@ -433,18 +435,20 @@ class _Batch:
         if all(live) and sum(live) >= KEEP_ROWS * sum(self.num_rows_by_wave):
             return
         starts = np.cumsum([0, *self.num_rows_by_wave[:-1]])
-        left = [rows.drop_finished() for rows in self.waves]
-        kept = [rows_R + int(start) for rows_R, start in zip(left, starts, strict=True)]
+        kept_by_wave = [rows.drop_finished() for rows in self.waves]
+        kept_rows = [
+            rows_R + int(start) for rows_R, start in zip(kept_by_wave, starts, strict=True)
+        ]
         self.adapters = [
             [adapters[row] for row in rows_R.tolist()]
-            for adapters, rows_R in zip(self.adapters, left, strict=True)
+            for adapters, rows_R in zip(self.adapters, kept_by_wave, strict=True)
         ]
-        is_left = [bool(rows.num_rows) for rows in self.waves]
-        self.waves = [*compress(self.waves, is_left)]
-        self.origins = [*compress(self.origins, is_left)]
-        self.adapters = [*compress(self.adapters, is_left)]
+        has_rows = [bool(rows.num_rows) for rows in self.waves]
+        self.waves = [*compress(self.waves, has_rows)]
+        self.origins = [*compress(self.origins, has_rows)]
+        self.adapters = [*compress(self.adapters, has_rows)]
         if self.waves:
-            self.cache.keep_rows(torch.cat(kept).to(self.cache.padding_B.device))
+            self.cache.keep_rows(torch.cat(kept_rows).to(self.cache.padding_B.device))
 
 
 @dataclass
@@ -469,7 +473,7 @@ class _Call:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._requests: list[_Request] = []
-        self._over: set[int] = set()
+        self._closed: set[int] = set()
         """The requests that have ended, or were cancelled."""
         self._streams: set[int] = set()
         """The requests that stream and have not ended."""
@@ -498,7 +502,7 @@ class _Call:
         if not prompts:  # a share of an operation may be empty
             self._end(len(self._requests) - 1, GenerateResult([], []))
 
-    def begun(self, prompt: _Prompt, num_reused: int) -> None:
+    def count_tokens(self, prompt: _Prompt, num_reused: int) -> None:
         """Count the tokens of a prompt that are run now, and those that the prefix cache has."""
         metrics = self._requests[prompt.request].metrics
         for name, num in (
@@ -517,7 +521,7 @@ class _Call:
         Waiting prompts begin when all of them fit, or when half of the memory is free: each wave
         that joins others costs a copy of the cache.
         """
-        self._end_unwanted()
+        self._end_cancelled()
         if not self._waiting:
             return []
         num_rows, longest, room = sum(batch.num_rows_by_wave), batch.columns, batch.room
@@ -546,48 +550,48 @@ class _Call:
     def accept(self, rows: Rows, logits_BV: torch.Tensor) -> None:
         """Draw a token in every row, report the progress, and end the requests that are done or not
         wanted any more."""
-        drawn = rows.num_live()
+        live_before = rows.num_live()
         rows.accept(logits_BV)
-        live = dict(rows.num_live())
-        for i, num_tokens in drawn:
+        live_after = dict(rows.num_live())
+        for i, num_tokens in live_before:
             request = self._requests[i]
             request.num_done += num_tokens
             self._watch.progress(i, request.num_done, request.num_total)
-            if live.get(i, 0) < num_tokens:
-                request.num_open -= num_tokens - live.get(i, 0)
+            if live_after.get(i, 0) < num_tokens:
+                request.num_open -= num_tokens - live_after.get(i, 0)
                 self._watch.still_open(i, request.num_open)
-        for i in live:
-            if i in self._over or self._watch.is_cancelled(i):
+        for i in live_after:
+            if i in self._closed or self._watch.is_cancelled(i):
                 rows.cancel(i)
                 self._end(i, None)
             elif self._watch.is_stopped(i):
                 rows.stop(i)
-        for asked, sequences in rows.take_ended():
-            if self._requests[asked.request].args.stream:
-                self._watch.drawn(asked.request, rows.take_drawn(asked.request))
-            self._keep(asked.request, asked.first_prompt, sequences)
+        for sampling, sequences in rows.take_ended():
+            if self._requests[sampling.request].args.stream:
+                self._watch.drawn(sampling.request, rows.take_new_tokens(sampling.request))
+            self._record(sampling.request, sampling.first_prompt, sequences)
 
-    def tell_drawn(self, batch: _Batch) -> None:
+    def report_new_tokens(self, batch: _Batch) -> None:
         """Report the new tokens of requests that stream, of all their rows at once."""
         for i in [i for i in self._streams if self._watch.wants_tokens(i)]:
-            drawn = [each for rows in batch.waves for each in rows.take_drawn(i)]
-            if drawn:
-                self._watch.drawn(i, drawn)
+            new_tokens = [tokens for rows in batch.waves for tokens in rows.take_new_tokens(i)]
+            if new_tokens:
+                self._watch.drawn(i, new_tokens)
 
-    def _end_unwanted(self) -> None:
+    def _end_cancelled(self) -> None:
         """End prompts that wait and that nobody wants any more."""
         for prompt in list(self._waiting):
             i = prompt.request
-            if i not in self._over and self._watch.is_cancelled(i):
+            if i not in self._closed and self._watch.is_cancelled(i):
                 self._end(i, None)
-            if i in self._over:
+            if i in self._closed:
                 self._waiting.remove(prompt)
             elif self._watch.is_stopped(i):
                 self._waiting.remove(prompt)
                 none = Sequence(b"", b"", "partial")
-                self._keep(i, prompt.index, [[none] * self.args(prompt).num_samples])
+                self._record(i, prompt.index, [[none] * self.args(prompt).num_samples])
 
-    def _keep(self, i: int, first: int, sequences: list[list[Sequence]]) -> None:
+    def _record(self, i: int, first: int, sequences: list[list[Sequence]]) -> None:
         """Keep the sequences of prompts of a request; with the last prompt, report the request's
         result."""
         request = self._requests[i]
@@ -598,8 +602,8 @@ class _Call:
             self._end(i, result)
 
     def _end(self, i: int, result: GenerateResult | None) -> None:
-        if i not in self._over:
-            self._over.add(i)
+        if i not in self._closed:
+            self._closed.add(i)
             self._streams.discard(i)
             self._watch.ended(i, result)
 
@@ -612,9 +616,12 @@ def _prompts(args: Generate, request: int, adapter: AdapterVersion | None) -> li
     tokens_P = np.split(joined_ints(tokens, prompt_field), ends)
     prompts = []
     for i, prompt in enumerate(args.prompts):
-        num_asked = tokens_P[i].size - prompt.num_generated
-        asked, generated = tokens_P[i][:num_asked].tolist(), tokens_P[i][num_asked:].tolist()
-        start = Start(prompt.seed, prompt.sample, asked, generated)
+        num_prompt_tokens = tokens_P[i].size - prompt.num_generated
+        prompt_tokens, generated = (
+            tokens_P[i][:num_prompt_tokens].tolist(),
+            tokens_P[i][num_prompt_tokens:].tolist(),
+        )
+        start = Start(prompt.seed, prompt.sample, prompt_tokens, generated)
         limit = args.sampling.max_tokens - prompt.num_generated
         prompts.append(_Prompt(request, i, tokens_P[i], start, limit, adapter))
     return prompts

@@ -49,7 +49,7 @@ class Cache(Protocol):
         """
         ...
 
-    def joined(self, other: Self, room: int) -> Self:
+    def joined(self, appended: Self, room: int) -> Self:
         """A cache with copies of these rows and of the other cache's behind them, with room for
         `room` more columns.
 
@@ -132,8 +132,8 @@ class LlamaCache:
             # A head's used columns follow one another, so that each is copied at once.
             picked = cached_BKSD.new_empty((index_R.numel(), num_heads, capacity, size))
             source, target = (
-                each.view(-1, capacity * size)[:, : self.columns * size]
-                for each in (cached_BKSD, picked)
+                cached.view(-1, capacity * size)[:, : self.columns * size]
+                for cached in (cached_BKSD, picked)
             )
             torch.index_select(source, 0, index_Z, out=target)
             return picked
@@ -144,14 +144,17 @@ class LlamaCache:
         self.mask_BS = self.mask_BS.index_select(0, index_R)
         self.padding_B = self.padding_B.index_select(0, index_R)
 
-    def joined(self, other: LlamaCache, room: int) -> LlamaCache:
-        alignment = _Alignment.of(self, other)
+    def joined(self, appended: LlamaCache, room: int) -> LlamaCache:
+        alignment = _Alignment.of(self, appended)
         padding_B, columns = alignment.padding_B, alignment.columns
         mask_BS = self.mask_BS.new_zeros(padding_B.numel(), columns + room)
         columns_S = torch.arange(columns + room, device=padding_B.device)
         return LlamaCache(
-            [alignment.joined(*pair, room) for pair in zip(self.keys, other.keys, strict=True)],
-            [alignment.joined(*pair, room) for pair in zip(self.values, other.values, strict=True)],
+            [alignment.joined(*pair, room) for pair in zip(self.keys, appended.keys, strict=True)],
+            [
+                alignment.joined(*pair, room)
+                for pair in zip(self.values, appended.values, strict=True)
+            ],
             mask_BS.masked_fill_(columns_S < padding_B[:, None], -torch.inf),
             padding_B,
             columns,
@@ -278,26 +281,26 @@ def _causal(cache: LlamaCache, length: int) -> torch.Tensor:
 class BodyCache:
     """The keys and values of `transformers`, those of all columns in every layer."""
 
-    held: DynamicCache
+    kv: DynamicCache
     padding_B: torch.Tensor
     columns: int
 
     def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [_tensors(layer) for layer in self.held.layers]
+        return [_tensors(layer) for layer in self.kv.layers]
 
     def keep_rows(self, index_R: torch.Tensor) -> None:
-        for layer in self.held.layers:
+        for layer in self.kv.layers:
             assert isinstance(layer, DynamicLayer)
             keys, values = _tensors(layer)
             layer.keys = keys.index_select(0, index_R)
             layer.values = values.index_select(0, index_R)
         self.padding_B = self.padding_B.index_select(0, index_R)
 
-    def joined(self, other: BodyCache, room: int) -> BodyCache:
-        alignment = _Alignment.of(self, other)
+    def joined(self, appended: BodyCache, room: int) -> BodyCache:
+        alignment = _Alignment.of(self, appended)
         layers = DynamicCache()
-        for i, (ours, theirs) in enumerate(zip(self.layers(), other.layers(), strict=True)):
-            keys, values = (alignment.joined(*pair) for pair in zip(ours, theirs, strict=True))
+        for i, (first, second) in enumerate(zip(self.layers(), appended.layers(), strict=True)):
+            keys, values = (alignment.joined(*pair) for pair in zip(first, second, strict=True))
             layers.update(keys, values, i)
         return BodyCache(layers, alignment.padding_B, alignment.columns)
 
@@ -317,10 +320,10 @@ class BodyDecoder:
     def resume(
         self, tokens_BT: torch.Tensor, kv_LCBKSD: torch.Tensor, padding_B: torch.Tensor, room: int
     ) -> Prefill[BodyCache]:
-        held = DynamicCache()
+        kv = DynamicCache()
         for i, (keys, values) in enumerate(kv_LCBKSD):
-            held.update(keys, values, i)
-        cache = BodyCache(held, padding_B, kv_LCBKSD.shape[-2])
+            kv.update(keys, values, i)
+        cache = BodyCache(kv, padding_B, kv_LCBKSD.shape[-2])
         return Prefill(self._run(tokens_BT, cache), cache)
 
     def step(self, tokens_B: torch.Tensor, cache: BodyCache) -> torch.Tensor:
@@ -344,7 +347,7 @@ class BodyDecoder:
                 distance_TS.expand_as(visible_BTS),
                 self._model.dtype,
             ),
-            past_key_values=cache.held,
+            past_key_values=cache.kv,
             use_cache=True,
         )
         return logits(self._model, output.last_hidden_state[:, -1])
@@ -362,23 +365,25 @@ class _Alignment:
     padding_B: torch.Tensor
 
     @staticmethod
-    def of(ours: Cache, theirs: Cache) -> _Alignment:
-        starts = int(ours.padding_B.min()), int(theirs.padding_B.min())
-        used = ours.columns - starts[0], theirs.columns - starts[1]
+    def of(first: Cache, second: Cache) -> _Alignment:
+        starts = int(first.padding_B.min()), int(second.padding_B.min())
+        used = first.columns - starts[0], second.columns - starts[1]
         columns = max(used)
-        padding = [cache.padding_B + (columns - cache.columns) for cache in (ours, theirs)]
+        padding = [cache.padding_B + (columns - cache.columns) for cache in (first, second)]
         return _Alignment(used, starts, columns, torch.cat(padding))
 
     def joined(
-        self, ours_BKSD: torch.Tensor, theirs_BKSD: torch.Tensor, room: int = 0
+        self, first_BKSD: torch.Tensor, second_BKSD: torch.Tensor, room: int = 0
     ) -> torch.Tensor:
         """The rows of both, with `room` more columns."""
-        num_ours, num_heads, _, size = ours_BKSD.shape
+        num_first, num_heads, _, size = first_BKSD.shape
         # Zeroes, since what is masked is multiplied by 0 and must be finite.
-        joined = ours_BKSD.new_zeros((self.padding_B.numel(), num_heads, self.columns + room, size))
-        parts = (joined[:num_ours], joined[num_ours:])
+        joined = first_BKSD.new_zeros(
+            (self.padding_B.numel(), num_heads, self.columns + room, size)
+        )
+        parts = (joined[:num_first], joined[num_first:])
         for part, cached, used, start in zip(
-            parts, (ours_BKSD, theirs_BKSD), self.used, self.starts, strict=True
+            parts, (first_BKSD, second_BKSD), self.used, self.starts, strict=True
         ):
             part[:, :, self.columns - used : self.columns] = cached[:, :, start : start + used]
         return joined

@@ -98,14 +98,14 @@ class PrefixCache:
         """All blocks, the one used longest ago first. A block comes before its parent, so the
         first has no children."""
         self._free = [*range(num_blocks)]
-        self.forget()
+        self.clear()
 
     @property
     def num_tokens(self) -> int:
         """The number of tokens whose keys and values are kept."""
         return sum(len(block.tokens) for block in self._used)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop everything, because the weights have changed or the memory was given back."""
         self._free += [block.index for block in self._used]
         self._used.clear()
@@ -125,17 +125,17 @@ class PrefixCache:
         Args: num_generated: the number of the prompt's last tokens that are an earlier answer's.
               version: the version of another adapter, where the prompt is run with one.
         """
-        wanted = tuple(tokens[:-1])
+        cacheable = tuple(tokens[:-1])
         if version:
             origins = [self._versions.setdefault(version, -1 - len(self._versions))]
             self._roots.setdefault(origins[0], _Block(None, ()))
         elif num_generated:
-            origins = [each for each in reversed(self._roots) if each >= 0]
+            origins = [past for past in reversed(self._roots) if past >= 0]
         else:
             origins = [self._now]
-        found = [(origin, *_matched(self._roots[origin], wanted)) for origin in origins]
-        whole = [each for each in found if each[1] == len(wanted)]
-        origin, num_tokens, path = (whole or found)[0]
+        matches = [(origin, *_match(self._roots[origin], cacheable)) for origin in origins]
+        full_matches = [match for match in matches if match[1] == len(cacheable)]
+        origin, num_tokens, path = (full_matches or matches)[0]
         self._touch(path)
         return Prefix(origin, num_tokens, [block.index for block in path])
 
@@ -148,24 +148,27 @@ class PrefixCache:
         for row, prefix in enumerate(prefixes):
             index_N = torch.tensor(prefix.blocks, device=kv_LCBKSD.device)
             blocks = self._kv_NLCKTD.index_select(0, index_N).permute(1, 2, 3, 0, 4, 5)
-            kept = blocks.flatten(3, 4)[..., : prefix.num_tokens, :]
-            kv_LCBKSD[:, :, row, :, columns - prefix.num_tokens :] = kept
+            prefix_kv = blocks.flatten(3, 4)[..., : prefix.num_tokens, :]
+            kv_LCBKSD[:, :, row, :, columns - prefix.num_tokens :] = prefix_kv
         return kv_LCBKSD
 
-    def keep(self, tokens: Sequence[int], origin: int, cache: Cache, row: int) -> None:
+    def store(self, tokens: Sequence[int], origin: int, cache: Cache, row: int) -> None:
         """Keep the keys and values of a row, as far as there is room.
 
         Args: tokens: the tokens of all columns of the row. origin: that of the prefix that it began
               with.
         """
-        path, first = self._placed(tuple(tokens), origin)
+        path, first = self._allocate(tuple(tokens), origin)
         new = path[first:]
         if not new:
             return
         start = int(cache.padding_B[row]) + first * BLOCK_TOKENS
         stop = min(cache.columns, start + len(new) * BLOCK_TOKENS)
         kv_LCKSD = torch.stack(
-            [torch.stack([each[row, :, start:stop] for each in pair]) for pair in cache.layers()]
+            [
+                torch.stack([layer_kv[row, :, start:stop] for layer_kv in pair])
+                for pair in cache.layers()
+            ]
         )
         missing = len(new) * BLOCK_TOKENS - (stop - start)
         kv_LCKSD = torch.nn.functional.pad(kv_LCKSD, (0, 0, 0, missing))
@@ -175,7 +178,7 @@ class PrefixCache:
         index_N = torch.tensor([block.index for block in new], device=blocks.device)
         self._kv_NLCKTD.index_copy_(0, index_N, blocks)
 
-    def _placed(self, tokens: Tokens, origin: int) -> tuple[list[_Block], int]:
+    def _allocate(self, tokens: Tokens, origin: int) -> tuple[list[_Block], int]:
         """The blocks of these tokens, and how many of the tokens have their content already; the
         blocks are fewer where there is no room for all."""
         path, block = list[_Block](), self._roots[origin]
@@ -194,7 +197,7 @@ class PrefixCache:
                 del block.children[child.tokens]
                 child.tokens = chunk
                 self._touch([child])
-            elif self._has_room_beside(path):
+            elif self._make_room(path):
                 child = _Block(block, chunk, self._free.pop())
                 self._used[child] = None
             else:
@@ -205,7 +208,7 @@ class PrefixCache:
         self._touch(path)
         return path, num_kept
 
-    def _has_room_beside(self, path: Sequence[_Block]) -> bool:
+    def _make_room(self, path: Sequence[_Block]) -> bool:
         """Make room for a block; if need be the block used longest ago goes.
 
         Returns: False: all blocks are on the path, whose blocks were used just now.
@@ -227,14 +230,17 @@ class PrefixCache:
             self._used.move_to_end(block)
 
 
-def _matched(root: _Block, tokens: Tokens) -> tuple[int, list[_Block]]:
+def _match(root: _Block, tokens: Tokens) -> tuple[int, list[_Block]]:
     """The number of the first tokens that are in a tree, and the blocks that have them."""
     block, path = root, list[_Block]()
     for start in range(0, len(tokens), BLOCK_TOKENS):
         chunk = tokens[start : start + BLOCK_TOKENS]
         child = block.children.get(chunk)
         if child is None:
-            commons = {each: _common(each.tokens, chunk) for each in block.children.values()}
+            commons = {
+                candidate: _common_length(candidate.tokens, chunk)
+                for candidate in block.children.values()
+            }
             child = max(commons, key=commons.__getitem__, default=None)
             if child is None or not commons[child]:
                 return start, path
@@ -244,10 +250,10 @@ def _matched(root: _Block, tokens: Tokens) -> tuple[int, list[_Block]]:
     return len(tokens), path
 
 
-def _common(ours: Tokens, theirs: Tokens) -> int:
+def _common_length(first: Tokens, second: Tokens) -> int:
     """The number of first tokens that are the same."""
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _child_with(block: _Block, chunk: Tokens) -> _Block | None:
@@ -269,7 +275,7 @@ def kv_shape(decoder: Decoder[Any], device: torch.device) -> KvShape:
     token, none = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     with torch.inference_mode():
         layers = decoder.prefill(token.to(device), none.to(device), 1).cache.layers()
-    kinds = {(each.shape[1], each.shape[3], each.dtype) for pair in layers for each in pair}
+    kinds = {(tensor.shape[1], tensor.shape[3], tensor.dtype) for pair in layers for tensor in pair}
     assert len(kinds) == 1, kinds
     return KvShape(len(layers), *kinds.pop())
 

@@ -71,8 +71,8 @@ class Sampling:
         seeds = [start.seed for start in self.starts]
         samples = [start.sample for start in self.starts]
         positions = [len(start.generated) for start in self.starts]
-        drawn = uniforms(seeds, self.num_samples, num_positions, samples, positions)
-        return torch.from_numpy(drawn).flatten(0, 1)
+        uniform_draws = uniforms(seeds, self.num_samples, num_positions, samples, positions)
+        return torch.from_numpy(uniform_draws).flatten(0, 1)
 
 
 class EndedRow(NamedTuple):
@@ -90,32 +90,32 @@ class EndedRow(NamedTuple):
 class Rows:
     """The tokens drawn so far; rows are in the order of requests, prompts and samples."""
 
-    def __init__(self, asked: Seq[Sampling], vocab_size: int) -> None:
-        self._asked = asked
-        counts = [each.num_rows for each in asked]
-        self._limit_R = torch.tensor([limit for each in asked for limit in each.limits])
+    def __init__(self, samplings: Seq[Sampling], vocab_size: int) -> None:
+        self._samplings = samplings
+        counts = [sampling.num_rows for sampling in samplings]
+        self._limit_R = torch.tensor([limit for sampling in samplings for limit in sampling.limits])
         num_rows, limit = sum(counts), int(self._limit_R.max())
-        self._of_R = torch.arange(len(asked)).repeat_interleave(torch.tensor(counts))
+        self._sampling_R = torch.arange(len(samplings)).repeat_interleave(torch.tensor(counts))
         self._draws_RI = torch.zeros(num_rows, limit, dtype=torch.float64)
-        self._is_stop_QV = torch.zeros(len(asked), vocab_size, dtype=torch.bool)
-        self._shapings = [_shaping(each, vocab_size) for each in asked]
-        self._temperatures = sorted({each.params.temperature for each in asked})
-        which = [self._temperatures.index(each.params.temperature) for each in asked]
-        self._temperature_R = torch.tensor(which)[self._of_R]
+        self._is_stop_QV = torch.zeros(len(samplings), vocab_size, dtype=torch.bool)
+        self._shapings = [_shaping(sampling, vocab_size) for sampling in samplings]
+        self._temperatures = sorted({sampling.params.temperature for sampling in samplings})
+        which = [self._temperatures.index(sampling.params.temperature) for sampling in samplings]
+        self._temperature_R = torch.tensor(which)[self._sampling_R]
         self._texts: dict[int, StopText] = {}
         start = 0
-        for i, each in enumerate(asked):
-            rows = slice(start, start + each.num_rows)
-            longest = max(each.limits)
-            self._draws_RI[rows, :longest] = each.draws(longest)
-            self._is_stop_QV[i, each.stop_token_ids] = True
+        for i, sampling in enumerate(samplings):
+            rows = slice(start, start + sampling.num_rows)
+            longest = max(sampling.limits)
+            self._draws_RI[rows, :longest] = sampling.draws(longest)
+            self._is_stop_QV[i, sampling.stop_token_ids] = True
             self._texts |= {
-                start + i: text for i, text in enumerate(each.stop_texts) if text is not None
+                start + i: text for i, text in enumerate(sampling.stop_texts) if text is not None
             }
-            start += each.num_rows
+            start += sampling.num_rows
         self._tokens_RI = np.zeros((num_rows, limit), dtype="<i4")
         self._logprobs_RI = np.zeros((num_rows, limit), dtype="<f4")
-        num_top = min(max(each.params.top_logprobs for each in asked), vocab_size)
+        num_top = min(max(sampling.params.top_logprobs for sampling in samplings), vocab_size)
         self._top_tokens_RIK = np.zeros((num_rows, limit, num_top), dtype="<i4")
         self._top_logprobs_RIK = np.zeros((num_rows, limit, num_top), dtype="<f4")
         self._length_R = self._limit_R.numpy().copy()
@@ -125,8 +125,8 @@ class Rows:
         """Whether `take_ended_rows` has given the row, or must not give it."""
         self._live_B = torch.ones(num_rows, dtype=torch.bool)
         self._position = 0
-        self._is_open = [True] * len(asked)
-        self._num_taken = [0] * len(asked)
+        self._is_open = [True] * len(samplings)
+        self._num_reported = [0] * len(samplings)
         """The number of new tokens of each row of a request that `take_drawn` has given."""
         self.last_B = torch.empty(0, dtype=torch.int64)
 
@@ -146,19 +146,19 @@ class Rows:
 
     def num_live(self) -> list[tuple[int, int]]:
         """(request, number of its rows that are not done) for each request that has such rows."""
-        pairs = zip(self._asked, self._live_counts(), strict=True)
-        return [(each.request, count) for each, count in pairs if count]
+        pairs = zip(self._samplings, self._live_counts(), strict=True)
+        return [(sampling.request, count) for sampling, count in pairs if count]
 
     def cancel(self, request: int) -> None:
         """End the rows of a request; their tokens are no result."""
         i = self._index(request)
         self._is_open[i] = False
-        self._is_taken_R |= self._of_R == i
-        self._live_B &= self._of_R[self._rows_B] != i
+        self._is_taken_R |= self._sampling_R == i
+        self._live_B &= self._sampling_R[self._rows_B] != i
 
     def stop(self, request: int) -> None:
         """End the rows of a request with the tokens that they have."""
-        stopped_B = self._live_B & (self._of_R[self._rows_B] == self._index(request))
+        stopped_B = self._live_B & (self._sampling_R[self._rows_B] == self._index(request))
         self._end(stopped_B, "partial")
 
     def take_ended(self) -> list[tuple[Sampling, list[list[Sequence]]]]:
@@ -166,29 +166,29 @@ class Rows:
         [prompt][sample]."""
         counts = self._live_counts()
         ended = []
-        for i, each in enumerate(self._asked):
+        for i, sampling in enumerate(self._samplings):
             if self._is_open[i] and not counts[i]:
                 self._is_open[i] = False
-                ended.append((each, self._sequences(i)))
+                ended.append((sampling, self._sequences(i)))
         return ended
 
-    def take_drawn(self, request: int) -> list[DrawnTokens]:
+    def take_new_tokens(self, request: int) -> list[DrawnTokens]:
         """The tokens that the rows of a request have got since the last time; empty: it has no rows
         here."""
-        if all(each.request != request for each in self._asked):
+        if all(sampling.request != request for sampling in self._samplings):
             return []
         i = self._index(request)
-        each, start, first = self._asked[i], self._num_taken[i], self._first_row(i)
-        self._num_taken[i] = self._position
-        drawn = []
-        for k in range(each.num_rows):
+        sampling, start, first = self._samplings[i], self._num_reported[i], self._first_row(i)
+        self._num_reported[i] = self._position
+        new_tokens = []
+        for k in range(sampling.num_rows):
             stop = min(int(self._length_R[first + k]), self._position)
             if start < stop:
-                new = self._sequence(each, first + k, start, stop)
-                prompt, sample = divmod(k, each.num_samples)
-                drawn.append(
+                new = self._sequence(sampling, first + k, start, stop)
+                prompt, sample = divmod(k, sampling.num_samples)
+                new_tokens.append(
                     DrawnTokens(
-                        each.first_prompt + prompt,
+                        sampling.first_prompt + prompt,
                         sample,
                         start,
                         new.tokens,
@@ -197,7 +197,7 @@ class Rows:
                         new.top_logprobs,
                     )
                 )
-        return drawn
+        return new_tokens
 
     def take_ended_rows(self) -> list[EndedRow]:
         """The rows that have ended since the last time, without those of cancelled requests.
@@ -208,23 +208,25 @@ class Rows:
         self._is_taken_R[self._rows_B[ended_B]] = True
         indices = ended_B.nonzero().flatten()
         return [
-            EndedRow(place, row, self._tokens_run(row))
+            EndedRow(place, row, self._decoded_tokens(row))
             for place, row in zip(indices.tolist(), self._rows_B[indices].tolist(), strict=True)
         ]
 
-    def _tokens_run(self, row: int) -> list[int]:
-        i = int(self._of_R[row])
-        start = self._asked[i].starts[(row - self._first_row(i)) // self._asked[i].num_samples]
-        drawn = self._tokens_RI[row, : self._length_R[row] - 1].tolist()
-        return [*start.prompt, *start.generated, *drawn]
+    def _decoded_tokens(self, row: int) -> list[int]:
+        i = int(self._sampling_R[row])
+        start = self._samplings[i].starts[
+            (row - self._first_row(i)) // self._samplings[i].num_samples
+        ]
+        sampled = self._tokens_RI[row, : self._length_R[row] - 1].tolist()
+        return [*start.prompt, *start.generated, *sampled]
 
     def drop_finished(self) -> torch.Tensor:
         """Keep the live rows only. Returns: their indices in the batch."""
-        kept = self._live_B.nonzero().flatten()
-        self._rows_B = self._rows_B[kept]
-        self.last_B = self.last_B[kept]
-        self._live_B = self._live_B[kept]
-        return kept
+        kept_indices = self._live_B.nonzero().flatten()
+        self._rows_B = self._rows_B[kept_indices]
+        self.last_B = self.last_B[kept_indices]
+        self._live_B = self._live_B[kept_indices]
+        return kept_indices
 
     def accept(self, logits_BV: torch.Tensor) -> None:
         """Draw the next token of every row; a finished row's is ignored."""
@@ -236,9 +238,11 @@ class Rows:
         self._logprobs_RI[rows, self._position] = logprobs_B.numpy()[live]
         self._keep_top(rows, logits_BV)
         self._position += 1
-        ends_B = self._is_stop_QV[self._of_R[self._rows_B], self.last_B]
+        ends_B = self._is_stop_QV[self._sampling_R[self._rows_B], self.last_B]
         if self._texts:
-            ends_B[torch.from_numpy(live.nonzero()[0][self._end_a_text(rows, tokens)])] = True
+            ends_B[
+                torch.from_numpy(live.nonzero()[0][self._completes_stop_string(rows, tokens)])
+            ] = True
         ends_B &= self._live_B
         self._end(ends_B, "stop")
         self._live_B &= self._limit_R[self._rows_B] > self._position
@@ -250,27 +254,28 @@ class Rows:
         self._live_B &= ~ends_B
 
     def _index(self, request: int) -> int:
-        return next(i for i, each in enumerate(self._asked) if each.request == request)
+        return next(i for i, sampling in enumerate(self._samplings) if sampling.request == request)
 
     def _live_counts(self) -> list[int]:
         """The number of rows of each request that are not done."""
-        if len(self._asked) == 1:
+        if len(self._samplings) == 1:
             return [self.num_live_rows]
-        live = self._of_R[self._rows_B].numpy()[self._live_B.numpy()]
-        counts: list[int] = np.bincount(live, minlength=len(self._asked)).tolist()
+        live = self._sampling_R[self._rows_B].numpy()[self._live_B.numpy()]
+        counts: list[int] = np.bincount(live, minlength=len(self._samplings)).tolist()
         return counts
 
     def _sequences(self, i: int) -> list[list[Sequence]]:
         """The sequences of a request, by [prompt][sample]."""
-        each = self._asked[i]
+        sampling = self._samplings[i]
         first = self._first_row(i)
-        rows = iter(range(first, first + each.num_rows))
+        rows = iter(range(first, first + sampling.num_rows))
         return [
-            [self._sequence(each, next(rows)) for _ in range(each.num_samples)] for _ in each.starts
+            [self._sequence(sampling, next(rows)) for _ in range(sampling.num_samples)]
+            for _ in sampling.starts
         ]
 
     def _sequence(
-        self, each: Sampling, row: int, start: int = 0, stop: int | None = None
+        self, sampling: Sampling, row: int, start: int = 0, stop: int | None = None
     ) -> Sequence:
         """The tokens of a request's row from `start` up to `stop`; without `stop`, up to its
         end."""
@@ -280,7 +285,7 @@ class Rows:
             logprobs=self._logprobs_RI[row, new].tobytes(),
             stop_reason=self._stop_reason_R[row],
         )
-        num_top = each.params.top_logprobs
+        num_top = sampling.params.top_logprobs
         if not num_top:
             return sequence
         return replace(
@@ -304,27 +309,27 @@ class Rows:
             return draw(logits_BV, draws_B, *self._temperatures)
         tokens_B = torch.empty(draws_B.shape, dtype=torch.int64)
         logprobs_B = torch.empty(draws_B.shape)
-        of_B = self._of_R[self._rows_B]
-        is_plain_B = torch.tensor([shaping is None for shaping in self._shapings])[of_B]
+        sampling_B = self._sampling_R[self._rows_B]
+        is_plain_B = torch.tensor([shaping is None for shaping in self._shapings])[sampling_B]
         for i, temperature in enumerate(self._temperatures):
-            is_of_B = (self._temperature_R[self._rows_B] == i) & is_plain_B
-            index = is_of_B.nonzero().flatten()
-            drawn = draw(logits_BV[index], draws_B[index], temperature)
-            tokens_B[index], logprobs_B[index] = drawn
+            has_temperature_B = (self._temperature_R[self._rows_B] == i) & is_plain_B
+            index = has_temperature_B.nonzero().flatten()
+            tokens_and_logprobs = draw(logits_BV[index], draws_B[index], temperature)
+            tokens_B[index], logprobs_B[index] = tokens_and_logprobs
         for i, shaping in enumerate(self._shapings):
             if shaping is None:
                 continue
-            index = (of_B == i).nonzero().flatten()
+            index = (sampling_B == i).nonzero().flatten()
             rows_b = self._rows_B[index] - self._first_row(i)
-            drawn = shaping.draw(rows_b, logits_BV[index], draws_B[index])
-            tokens_B[index], logprobs_B[index] = drawn
-            shaping.add(rows_b.tolist(), drawn[0].tolist())
+            tokens_and_logprobs = shaping.draw(rows_b, logits_BV[index], draws_B[index])
+            tokens_B[index], logprobs_B[index] = tokens_and_logprobs
+            shaping.add(rows_b.tolist(), tokens_and_logprobs[0].tolist())
         return tokens_B, logprobs_B
 
     def _first_row(self, i: int) -> int:
-        return sum(before.num_rows for before in self._asked[:i])
+        return sum(before.num_rows for before in self._samplings[:i])
 
-    def _end_a_text(
+    def _completes_stop_string(
         self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.bool_]:
         """The mask of the rows whose text has one of their stop strings now."""
@@ -335,13 +340,13 @@ class Rows:
         return ends
 
 
-def _shaping(each: Sampling, vocab_size: int) -> Shaping | None:
+def _shaping(sampling: Sampling, vocab_size: int) -> Shaping | None:
     """The `Shaping` of a request; None: only the temperature shapes its distribution."""
-    if is_plain(each.params):
+    if is_plain(sampling.params):
         return None
-    starts = [start for start in each.starts for _ in range(each.num_samples)]
+    starts = [start for start in sampling.starts for _ in range(sampling.num_samples)]
     prompts, generated = [s.prompt for s in starts], [s.generated for s in starts]
-    return Shaping(each.params, prompts, generated, vocab_size)
+    return Shaping(sampling.params, prompts, generated, vocab_size)
 
 
 def draw(

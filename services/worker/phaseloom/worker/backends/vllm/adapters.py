@@ -72,10 +72,10 @@ def plan_adapter(spec: ModelSpec, base: Placement, shapes: Shapes) -> tuple[Layo
     return lay_out(sizes, trainable=False, dtype=weights_dtype(spec)), parts
 
 
-def _shard(shape: list[int], whole: Sequence[int], start: list[int]) -> Shard:
-    if shape == [*whole]:
+def _shard(shape: list[int], whole_shape: Sequence[int], start: list[int]) -> Shard:
+    if shape == [*whole_shape]:
         return Shard(shape, shape)
-    return Shard(shape, shape, [*whole], start)
+    return Shard(shape, shape, [*whole_shape], start)
 
 
 ByWeight = Mapping[str, Sequence[Added]]
@@ -100,7 +100,7 @@ def parts_by_weight(
 
 
 def put_slices(
-    whole: Mapping[str, torch.Tensor], slots: Sequence[TensorSlot], place: torch.Tensor
+    tensors: Mapping[str, torch.Tensor], slots: Sequence[TensorSlot], place: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Copy a rank's slices of another adapter's matrices to memory of the device.
 
@@ -110,20 +110,20 @@ def put_slices(
     """
     views = {}
     for slot in slots:
-        if slot.name not in whole:
+        if slot.name not in tensors:
             continue
-        tensor = whole[slot.name]
-        at = slot.start or [0, 0]
+        tensor = tensors[slot.name]
+        start = slot.start or [0, 0]
         # The side of the adapter's rank is whole on every rank of the deployment.
         is_a = layer_and_part(slot.name)[1] == "lora_A"
         inside = (
-            tensor[:, at[1] : at[1] + slot.shape[1]]
+            tensor[:, start[1] : start[1] + slot.shape[1]]
             if is_a
-            else (tensor[at[0] : at[0] + slot.shape[0]])
+            else (tensor[start[0] : start[0] + slot.shape[0]])
         )
         num_bytes = inside.numel() * inside.itemsize
-        there = place[slot.offset : slot.offset + num_bytes].view(inside.dtype)
-        views[slot.name] = there.view(inside.shape).copy_(inside)
+        target = place[slot.offset : slot.offset + num_bytes].view(inside.dtype)
+        views[slot.name] = target.view(inside.shape).copy_(inside)
     return views
 
 
@@ -148,11 +148,11 @@ class AddedParts:
     @contextmanager
     def exchanged(self, parts: ByWeight) -> Iterator[None]:
         """Within this, the layers add these. Args: parts: of no other weights."""
-        own, self.parts = self.parts, parts
+        previous, self.parts = self.parts, parts
         try:
             yield
         finally:
-            self.parts = own
+            self.parts = previous
 
     def _adding(
         self, apply: Callable[..., torch.Tensor], weight: str
@@ -161,8 +161,8 @@ class AddedParts:
             layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
         ) -> torch.Tensor:
             y = apply(layer, x, bias)
-            for each in self.parts.get(weight, ()):
-                y[..., each.rows] = each.matrices.added(x, y[..., each.rows])
+            for part in self.parts.get(weight, ()):
+                y[..., part.rows] = part.matrices.added(x, y[..., part.rows])
             return y
 
         return apply_both

@@ -120,14 +120,14 @@ class VllmBackend(InferenceBackend, Member):
         if spec.model.adapter is not None:
             scale = spec.model.adapter.alpha / spec.model.adapter.rank
             self._engine.add_adapter(parts_by_weight(planned.parts, views, scale))
-        self._held = self._replica.gathered(holding_of(self.slots))
-        self.holdings: Seq[Holding] = self._replica.spread(self._held)
+        self._replica_holdings = self._replica.gathered(holding_of(self.slots))
+        self.holdings: Seq[Holding] = self._replica.spread(self._replica_holdings)
         self._keeps_prompts = spec.batching is Batching.SHARED or spec.prefix_cache
         if spec.model.pinned is None or planned.adapter is not None:
-            own = holding_of(self.slots)
+            local_slices = holding_of(self.slots)
             for name, parameter in own_parameters(build_model(spec.model)).items():
-                if name in own:
-                    views[name].copy_(parameter.data[inside(own[name])])
+                if name in local_slices:
+                    views[name].copy_(parameter.data[inside(local_slices[name])])
         return_freed_memory()
 
     @staticmethod
@@ -143,21 +143,21 @@ class VllmBackend(InferenceBackend, Member):
 
     @collective
     def generate(self, requests: Seq[Generate], watch: Watch) -> None:
-        self._begin()
+        self._prepare_call()
         if self._replica.size > 1:
             watch = Agreed(watch, self._replica, len(requests))
         call = _Call(self._engine, watch, self.vocab_size, self._stop_text)
         try:
-            self._take(call, requests)
+            self._add_requests(call, requests)
             while call.has_live:
                 call.step()
-                self._take(call, watch.joined())
+                self._add_requests(call, watch.joined())
         finally:
             call.abort()
 
-    def _take(self, call: _Call, requests: Seq[Generate]) -> None:
+    def _add_requests(self, call: _Call, requests: Seq[Generate]) -> None:
         for args in requests:
-            call.add(args, self._stops(args.sampling))
+            call.add(args, self._stop_tokens(args.sampling))
 
     def check_forward(self, args: Forward) -> None:
         super().check_forward(args)
@@ -174,14 +174,14 @@ class VllmBackend(InferenceBackend, Member):
 
     @collective
     def forward(self, args: Forward) -> ForwardResult:
-        self._begin()
+        self._prepare_call()
         return ForwardResult(self._score(args.batch))
 
     @collective
     def weights_sha256(self) -> str:
         views = {slot.name: self._tensors.view(slot) for slot in self.slots}
         return weights_digest(
-            self.version_slots, self._held, views, self._replica.rank, self._dtype
+            self.version_slots, self._replica_holdings, views, self._replica.rank, self._dtype
         )
 
     def weights_changed(self) -> None:
@@ -189,7 +189,7 @@ class VllmBackend(InferenceBackend, Member):
             self._base.refill()
         self._engine.forget_prompts()
 
-    def weights_lent(self, name: str) -> None:
+    def weights_exchanged(self, name: str) -> None:
         """Keep keys and values by the name of their weights."""
         self._engine.salt = name
 
@@ -216,7 +216,7 @@ class VllmBackend(InferenceBackend, Member):
     def close(self) -> None:
         """Do nothing: there is no process and no thread."""
 
-    def _begin(self) -> None:
+    def _prepare_call(self) -> None:
         """Begin a call.
 
         Nothing of earlier calls is reused where operations neither share batches nor have a prefix
@@ -230,12 +230,12 @@ class VllmBackend(InferenceBackend, Member):
         for i, datum in enumerate(batch):
             tokens = [*int32s(datum.tokens), int32s(datum.targets)[-1]]
             self._engine.add(Request(f"{i}", tokens, max_tokens=1, scores_prompt=True))
-        found: dict[str, Float32s] = {}
+        logprobs: dict[str, Float32s] = {}
         while not self._engine.is_idle:
             for step in self._engine.step():
                 if step.prompt is not None:
-                    found[step.name] = pack_float32s([*step.prompt.logprobs])
-        return [found[f"{i}"] for i in range(len(batch))]
+                    logprobs[step.name] = pack_float32s([*step.prompt.logprobs])
+        return [logprobs[f"{i}"] for i in range(len(batch))]
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ class _Row:
     stop_reason: str = ""
     num_prompt: int = 0
     """The number of tokens that it begins with."""
-    num_told: int = 0
+    num_reported: int = 0
     """The number of its tokens that were reported while it is decoded."""
 
 
@@ -317,23 +317,23 @@ class _Request:
     def result(self) -> GenerateResult:
         flat = map(_sequence, self.rows)
         sequences = [[next(flat) for _ in range(self.args.num_samples)] for _ in self.args.prompts]
-        scored = [each for _, each in sorted(self.scored.items())]
+        scored = [scores for _, scores in sorted(self.scored.items())]
         first = [0] * self.num_prompt_top
         return GenerateResult(
             sequences,
-            [pack_float32s([0.0, *each.logprobs]) for each in scored],
-            [pack_int32s([*first, *each.top_tokens]) for each in scored if first],
-            [pack_float32s([*first, *each.top_logprobs]) for each in scored if first],
+            [pack_float32s([0.0, *scores.logprobs]) for scores in scored],
+            [pack_int32s([*first, *scores.top_tokens]) for scores in scored if first],
+            [pack_float32s([*first, *scores.top_logprobs]) for scores in scored if first],
         )
 
-    def take_drawn(self) -> list[DrawnTokens]:
+    def take_new_tokens(self) -> list[DrawnTokens]:
         """The tokens that its rows have got since the last time."""
-        drawn = []
+        new_tokens = []
         for row in self.rows:
-            start, row.num_told = row.num_told, len(row.tokens)
+            start, row.num_reported = row.num_reported, len(row.tokens)
             if start < len(row.tokens):
                 num_top = len(row.top_tokens) // len(row.tokens)
-                drawn.append(
+                new_tokens.append(
                     DrawnTokens(
                         row.prompt,
                         row.sample,
@@ -344,7 +344,7 @@ class _Request:
                         pack_float32s(row.top_logprobs[start * num_top :]),
                     )
                 )
-        return drawn
+        return new_tokens
 
 
 def _sequence(row: _Row) -> Sequence:
@@ -395,12 +395,12 @@ class _Call:
             for k, prompt in enumerate(args.prompts)
             for sample in range(args.num_samples)
         ]
-        total = sum(self._begin(row, args, stops) for row in rows)
+        total = sum(self._start_row(row, args, stops) for row in rows)
         self._requests.append(_Request(args, rows, total, self._num_prompt_top(args)))
         if not rows:  # a share of an operation may be empty
             self._watch.ended(i, GenerateResult([], []))
 
-    def _begin(self, row: _Row, args: Generate, stops: list[int]) -> int:
+    def _start_row(self, row: _Row, args: Generate, stops: list[int]) -> int:
         """Have vLLM decode a row. Returns: the most new tokens that it may get."""
         prompt, sampling = args.prompts[row.prompt], args.sampling
         tokens, start = [*int32s(prompt.tokens)], prompt.num_generated
@@ -442,19 +442,19 @@ class _Call:
                     self._rows[name].stop_reason = "partial"
                 self._drop(i)
                 self._end(i)
-        drawn: set[int] = set()
+        stepped: set[int] = set()
         num_open = {i: len(names) for i, names in self._live.items()}
         ended = [*self._engine.step()] if self._live else []
         if tokens := sum(map(self._tokens_run, ended)):
             self._watch.stepped(tokens)
         for step in ended:
             self._accept(step)
-            drawn.add(self._rows[step.name].request)
-        for i in drawn:
+            stepped.add(self._rows[step.name].request)
+        for i in stepped:
             request = self._requests[i]
             self._watch.progress(i, request.num_done, request.num_total)
             if self._live[i] and request.args.stream and self._watch.wants_tokens(i):
-                self._watch.drawn(i, request.take_drawn())
+                self._watch.drawn(i, request.take_new_tokens())
             if len(self._live[i]) < num_open[i]:
                 self._watch.still_open(i, len(self._live[i]))
             if not self._live[i]:
@@ -494,7 +494,7 @@ class _Call:
         """Report a request's result, after the tokens that were not reported yet."""
         request = self._requests[i]
         if request.args.stream:
-            self._watch.drawn(i, request.take_drawn())
+            self._watch.drawn(i, request.take_new_tokens())
         self._watch.ended(i, request.result())
 
     def _drop(self, i: int) -> None:
@@ -524,10 +524,10 @@ def settings_of(spec: DeploymentSpec) -> Settings:
     return Settings(config.to_dict(), dtype, kv_bytes, num_positions, tp, pp)
 
 
-def _check_divides(axis: str, size: int, number: int, what: str) -> None:
+def _check_divides(axis: str, size: int, number: int, label: str) -> None:
     if number % size:
         raise CallerError(
-            f"the model's {number} {what} cannot be spread evenly over {axis} = {size}",
+            f"the model's {number} {label} cannot be spread evenly over {axis} = {size}",
             code=Code.FAILED_PRECONDITION,
             field=f"layout.{axis}",
             remedy=f"use a divisor of {number}",

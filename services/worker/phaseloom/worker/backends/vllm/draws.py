@@ -77,19 +77,19 @@ class Draws(LogitsProcessor):  # type: ignore[misc]
         for index in batch_update.removed:
             self._rows.pop(index, None)
         for index, params, _, output in batch_update.added:
-            asked: Any = (params.extra_args or {}).get(KEY)
+            draw: Any = (params.extra_args or {}).get(KEY)
             self._rows.pop(index, None)
-            if asked is not None:
-                self._rows[index] = _Row(asked, output, self._vocab_size)
-        for one, other, direction in batch_update.moved:
-            self._move(one, other, is_swap=direction is MoveDirectionality.SWAP)
+            if draw is not None:
+                self._rows[index] = _Row(draw, output, self._vocab_size)
+        for source, target, direction in batch_update.moved:
+            self._move(source, target, is_swap=direction is MoveDirectionality.SWAP)
 
-    def _move(self, one: int, other: int, *, is_swap: bool) -> None:
-        moved, replaced = self._rows.pop(one, None), self._rows.pop(other, None)
+    def _move(self, source: int, target: int, *, is_swap: bool) -> None:
+        moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
         if moved is not None:
-            self._rows[other] = moved
+            self._rows[target] = moved
         if is_swap and replaced is not None:
-            self._rows[one] = replaced
+            self._rows[source] = replaced
 
     def apply(self, logits_BV: torch.Tensor) -> torch.Tensor:
         by_temperature: dict[float, list[int]] = {}

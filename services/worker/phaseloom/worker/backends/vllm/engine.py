@@ -47,7 +47,7 @@ from phaseloom.worker.backends.vllm.loader import (
 
 MAX_ROWS = 256
 """The most sequences that are decoded at once; others wait for a place in the batch."""
-_OF_CACHE = ("KV cache", "cache blocks")
+_CACHE_ERRORS = ("KV cache", "cache blocks")
 """In what vLLM says of a cache with no room for one sequence, and of one with none for a block."""
 _BLOCK_TOKENS = 32
 """The tokens of a block of the KV cache: prompts share whole blocks only."""
@@ -161,7 +161,7 @@ class Engine:
             try:
                 self._engine = LLMEngine.from_engine_args(args)
             except ValueError as error:
-                if not any(each in str(error) for each in _OF_CACHE):
+                if not any(phrase in str(error) for phrase in _CACHE_ERRORS):
                     raise
                 raise CallerError(
                     f"{settings.kv_bytes} bytes of scratch memory are too few: {error}",
@@ -265,10 +265,10 @@ class Engine:
 def _scored(flat: Any, first: int = 0) -> Scored:
     """The log-probabilities in vLLM's flat lists from this place on: at each place the token that
     is there comes first, then the likeliest ones."""
-    places = [*zip(flat.start_indices, flat.end_indices, strict=True)][first:]
-    top = [i for start, end in places for i in range(start + 1, end)]
+    spans = [*zip(flat.start_indices, flat.end_indices, strict=True)][first:]
+    top = [i for start, end in spans for i in range(start + 1, end)]
     return Scored(
-        [flat.logprobs[start] for start, _ in places],
+        [flat.logprobs[start] for start, _ in spans],
         [flat.token_ids[i] for i in top],
         [flat.logprobs[i] for i in top],
     )
@@ -281,8 +281,8 @@ def plan(settings: Settings, shapes: Shapes) -> Placement:
         raise unsupported(f"{settings.config['model_type']} is no causal language model")
     # vLLM keeps rotary embeddings by their parameters: those of this model, which have no memory,
     # must not be taken for the engine's.
-    own = replace(settings, num_positions=settings.num_positions + 1)
-    with engine_args(own) as args:
+    uncached = replace(settings, num_positions=settings.num_positions + 1)
+    with engine_args(uncached) as args:
         try:
             config: VllmConfig = args.create_engine_config()
         except ValueError as error:
@@ -314,9 +314,9 @@ def _use_stages(runner: Any) -> None:
     score_prompts, logits_here = runner._get_prompt_logprobs_dict, runner.model.compute_logits
 
     def logits_everywhere(hidden_states: Any) -> torch.Tensor:
-        own = {"logits": logits_here(hidden_states).contiguous()} if stages.is_last_rank else {}
-        told = stages.broadcast_tensor_dict(own, src=stages.world_size - 1)
-        logits: torch.Tensor = told["logits"]
+        local = {"logits": logits_here(hidden_states).contiguous()} if stages.is_last_rank else {}
+        received = stages.broadcast_tensor_dict(local, src=stages.world_size - 1)
+        logits: torch.Tensor = received["logits"]
         return logits
 
     def score_prompts_everywhere(*args: Any) -> Any:

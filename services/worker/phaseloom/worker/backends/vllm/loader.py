@@ -70,7 +70,7 @@ class _Traced(torch.Tensor):
         cls, of: str, view: torch.Tensor, copies: list[_Copy], device: torch.device
     ) -> _Traced:
         make: Any = torch.Tensor._make_wrapper_subclass
-        made: _Traced = make(
+        traced: _Traced = make(
             cls,
             view.shape,
             strides=view.stride(),
@@ -78,8 +78,8 @@ class _Traced(torch.Tensor):
             dtype=view.dtype,
             device=device,
         )
-        made.of, made.meta, made.copies = of, view, copies
-        return made
+        traced.of, traced.meta, traced.copies = of, view, copies
+        return traced
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -179,10 +179,10 @@ def _start(view: torch.Tensor, shape: Sequence[int]) -> list[int]:
         for size, have, want in zip(view.shape, view.stride(), strides, strict=True)
     ):
         raise unsupported(f"a view {list(view.shape)} of {list(shape)} is no slice")
-    start, left = [], int(view.storage_offset())
+    start, remaining = [], int(view.storage_offset())
     for stride in strides:
-        start.append(left // stride)
-        left %= stride
+        start.append(remaining // stride)
+        remaining %= stride
     return start
 
 
@@ -191,13 +191,13 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(storage._cdata)
 
 
-def _is_same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return _storage(one) == _storage(other)
+def _is_same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return _storage(first) == _storage(second)
 
 
-def unsupported(why: str) -> CallerError:
+def unsupported(reason: str) -> CallerError:
     return CallerError(
-        f"vLLM cannot run this model in a rank: {why}",
+        f"vLLM cannot run this model in a rank: {reason}",
         code=Code.FAILED_PRECONDITION,
         field="model.config",
         remedy="use the backend 'sampler', or another model",

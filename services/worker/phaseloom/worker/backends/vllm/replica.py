@@ -38,21 +38,21 @@ class Replica:
     def size(self) -> int:
         return self.layout.tp * self.layout.pp
 
-    def gathered(self, own: Holding) -> list[Holding]:
+    def gathered(self, local_holding: Holding) -> list[Holding]:
         """The holdings of the ranks of the replica, in their order. Collective."""
-        held = [own] * self.size
+        holdings = [local_holding] * self.size
         if self.size > 1:
-            dist.all_gather_object(held, own)
-        return held
+            dist.all_gather_object(holdings, local_holding)
+        return holdings
 
-    def spread(self, held: Sequence[Holding]) -> list[Holding]:
+    def spread(self, holdings: Sequence[Holding]) -> list[Holding]:
         """The holdings of all ranks of the deployment: all replicas hold the same.
 
         Args: held: the holdings of the ranks of one replica.
         """
-        return [held[_place(rank, self.layout)] for rank in range(self.layout.num_ranks)]
+        return [holdings[_place(rank, self.layout)] for rank in range(self.layout.num_ranks)]
 
-    def told(self, message: bytes) -> bytes:
+    def broadcast(self, message: bytes) -> bytes:
         """The message of the replica's first rank, on all of them. Collective."""
         size = torch.tensor([len(message)])
         dist.broadcast(size, 0)
@@ -87,7 +87,7 @@ def join(layout: Layout, ranks: RankGroup) -> Replica:
     return replica
 
 
-class _Told(msgspec.Struct):
+class _News(msgspec.Struct):
     """The news that all ranks of a replica must have before the next step."""
 
     joined: list[Generate]
@@ -111,24 +111,24 @@ class Agreed:
         """Take the requests that came, and all other news. Collective, once in a step."""
         message = b""
         if self._replica.rank == 0:
-            news = _Told(
+            new = _News(
                 [*self._watch.joined()],
-                self._news(self._watch.is_cancelled, self._cancelled),
-                self._news(self._watch.is_stopped, self._stopped),
+                self._new_requests(self._watch.is_cancelled, self._cancelled),
+                self._new_requests(self._watch.is_stopped, self._stopped),
             )
-            if news != _Told([], [], []):
-                message = encode(news)
-        message = self._replica.told(message)
+            if new != _News([], [], []):
+                message = encode(new)
+        message = self._replica.broadcast(message)
         if not message:
             return ()
-        told: _Told = decode(message, _Told)
-        self._num_requests += len(told.joined)
-        self._cancelled.update(told.cancelled)
-        self._stopped.update(told.stopped)
-        return told.joined
+        update: _News = decode(message, _News)
+        self._num_requests += len(update.joined)
+        self._cancelled.update(update.cancelled)
+        self._stopped.update(update.stopped)
+        return update.joined
 
-    def _news(self, asked: Callable[[int], bool], known: set[int]) -> list[int]:
-        return [i for i in range(self._num_requests) if i not in known and asked(i)]
+    def _new_requests(self, predicate: Callable[[int], bool], reported: set[int]) -> list[int]:
+        return [i for i in range(self._num_requests) if i not in reported and predicate(i)]
 
     def adapter(self, i: int) -> None:
         """None: all requests are generated with the deployment's own weights."""
