@@ -1,15 +1,15 @@
-"""`phaseloom accounts`: the passwords of a mesh whose server and services are started by hand.
+"""`phaseloom accounts` creates the passwords of a mesh whose services are started by hand.
 
-`phaseloom up` makes those of its own run. For services on several machines this makes one directory
-with all that the server and each service has to know, as files of variables that both a shell and
-systemd read:
+`phaseloom up` creates its own passwords for each run. For services on several machines, this
+command writes one directory with the settings of the server and of each service. The `.env` files
+can be read by a shell and by systemd:
 
-<directory>/nats.conf           the server's settings: accounts, fsync before it acknowledges
-           /bus.env             where the server is, and the mesh's own account: for every service
+<directory>/nats.conf           settings of the server: accounts, fsync before acknowledging
+           /bus.env             address of the server and the mesh's account, for every service
            /scheduler.env, router.env, gateway.env, console.env, node.env
-                                what that service needs beside; `node.env` is for agents and state
-                                managers
-           /tenants/<name>.env  what a controller of that tenant needs
+                                further settings of that service; agents and state managers share
+                                `node.env`
+           /tenants/<name>.env  address and password for a controller of that tenant
            /credentials.json    the same for `phaseloom … --run <directory>`
 """
 
@@ -45,30 +45,30 @@ _PASSWORD_BYTES = 24
 
 
 def accounts(directory: Path, *tenants: str, url: str) -> None:
-    """Make the passwords of a mesh, and the settings of its NATS server and services.
+    """Create the passwords of a mesh, and the settings of its NATS server and services.
 
-    Everything that the directory has already stays as it is. To add a tenant, call it again with
-    all tenants. A running server takes a new `nats.conf` by `nats-server --signal reload`; routers
-    and gateways must be started again.
+    Existing passwords stay as they are. To add a tenant, run the command again with all tenants.
+    Then reload the server's `nats.conf` with `nats-server --signal reload`, and restart routers and
+    gateways.
 
     Parameters
     ----------
     directory
-        Where the files go; only its owner can read them.
+        Directory for the files; only its owner can read them.
     tenants
         All tenants of the mesh.
     url
-        Where services and controllers reach the server: nats://HOST:PORT.
+        Address at which services and controllers reach the server: nats://HOST:PORT.
     """
     make_accounts(directory, tenants, url)
     print(directory)
 
 
 def make_accounts(directory: Path, tenants: tuple[str, ...], url: str) -> Credentials:
-    """Write the files.
+    """Write the files, and return the credentials.
 
-    Raises: CallerError: no tenant is named, a name or the address is not valid, a tenant of the
-                directory's is missing, or what is in the directory cannot be read.
+    Raises: CallerError: no tenant is named, a name or the address is invalid, a tenant that the
+                directory already has is missing, or the directory's files cannot be read.
     """
     if not tenants:
         raise CallerError(
@@ -107,8 +107,7 @@ def make_accounts(directory: Path, tenants: tuple[str, ...], url: str) -> Creden
 
 
 def _server(credentials: Credentials, port: int) -> dict[str, object]:
-    """The settings of the server, apart from the directory of its store, which its command line
-    gives."""
+    # The command line gives the directory of the store.
     return {
         "server_name": "phaseloom",
         "port": port,
@@ -120,10 +119,10 @@ def _server(credentials: Credentials, port: int) -> dict[str, object]:
 
 
 def _services(credentials: Credentials, secret: str, operator: str) -> dict[str, dict[str, str]]:
-    """The variables of each file, without their prefix.
+    """Return the variables of each `.env` file, without their prefix.
 
-    Args: secret: the secret by which agents and state managers know one another.
-          operator: the console's key that shows the jobs of all tenants.
+    Args: secret: with it, agents and state managers authenticate to each other.
+          operator: key of the console that shows the jobs of all tenants.
     """
     keys = {api_key(password): name for name, password in credentials.tenants.items()}
     return {
@@ -167,7 +166,7 @@ def _port_of(url: str) -> int:
 
 
 def _earlier(file: Path) -> Credentials | None:
-    """The credentials that are in the file; None: there is no such file.
+    """Return the credentials in the file, or None if there is no file.
 
     Raises: CallerError: FAILED_PRECONDITION: the file cannot be read.
     """
@@ -185,8 +184,7 @@ def _earlier(file: Path) -> Credentials | None:
 
 
 def _kept(file: Path) -> str:
-    """The secret that is in the file; where there is no file, a new secret, which is written to
-    it."""
+    """Return the secret in the file. If there is no file, write a new secret first."""
     if not file.exists():
         _write(file, secrets.token_urlsafe(_PASSWORD_BYTES))
     return file.read_text()

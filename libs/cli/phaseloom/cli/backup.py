@@ -1,10 +1,10 @@
-"""`phaseloom backup` copies a run, which may be running; `phaseloom restore` makes a run of it.
+"""`phaseloom backup` copies a run, even while it runs; `phaseloom restore` recreates the run.
 
 A backup is the run's directory at one moment: the server's store, the nodes' seals and weights
-versions, checkpoints, passwords and certificates. It is what a `kill -9` of everything at that
-moment would have left, so a restored mesh goes on as any resumed one does. To have one moment for
-all files the run's processes stand still while the last of them are copied; what is large and old
-has been copied before, while they ran.
+versions, checkpoints, passwords and certificates. It equals what a `kill -9` of all processes at
+that moment would have left, so a restored mesh continues like any resumed one. To get all files of
+the same moment, the run's processes are paused while the last changes are copied. Most bytes are
+copied before, while the processes run.
 """
 
 from __future__ import annotations
@@ -40,61 +40,62 @@ MANIFEST = "backup.json"
 _FILES = "run"
 _FORMAT = 1
 _LEFT_OUT = frozenset({"logs", "spans", "s", "mesh.json", LOCK})
-"""Entries of a run's directory that describe its processes, and nothing of its jobs."""
+"""Entries of a run's directory that describe its processes, not its jobs."""
 _MOST_PASSES = 5
 _FEW_BYTES = 8 * 2**20
-"""The most changed bytes that are left for the last copy, for which the run stands still a
-moment."""
+"""Pause the run for the last copy once at most this many bytes have changed since the previous
+one."""
 _TRIES = 3
 _STILL_WITHIN_S = 10.0
 _LOOK_EVERY_S = 0.005
 _TOLD = 5
-"""The most damaged files that an error names."""
+"""Damaged files that an error names, at most."""
 _SERVERS_OWN_DEPTH = 3
-"""`nats/<file>`, or `nats/<server>/<file>` of one of several servers."""
+"""Path depth of a server's own files: `nats/<file>`, or `nats/<server>/<file>` with several
+servers."""
 _UNSURE_NS = 2 * 10**9
-"""A file written less than this before it was copied may have changed since, under the same time
-stamp."""
+"""A file written less than this before its copy is copied again: it may have changed since under
+the same time stamp."""
 
 
 class BackupFile(msgspec.Struct, frozen=True):
     path: str
-    """The path of the file in the run's directory."""
+    """Path of the file, relative to the run's directory."""
     mode: int
     num_bytes: int = 0
     blake3: str = ""
     link: str = ""
-    """The target of a symbolic link; empty: it is a file."""
+    """Target of a symbolic link; empty for a file."""
 
 
 class Backup(msgspec.Struct, frozen=True):
-    """The contents of a backup, as its `backup.json` has them."""
+    """The manifest of a backup, `backup.json`."""
 
     format: int
     phaseloom: str
     made_unix_s: float
-    """The moment at which the run stood still, in Unix seconds."""
+    """Moment of the backup, in Unix seconds."""
     run: str
-    """The run's directory that was copied."""
+    """Directory of the run that was copied."""
     log_last: int
-    """The sequence of the decision log's newest entry at that moment."""
+    """Sequence of the decision log's newest entry at that moment."""
     checkpoint_root: str
-    """The directory of checkpoints that is not in the backup; empty: they are in it."""
+    """Directory of the checkpoints if the backup does not include them; empty if it does."""
     files: list[BackupFile]
 
 
 def backup(directory: Path, *, run: Path | None = None, console: Console | None = None) -> None:
-    """Copy a run of this machine, which may be running, to a directory.
+    """Copy a run of this machine to a directory; the run may be running.
 
-    The run's processes stand still for a moment, as one would see in a pause of some tenths of a
-    second. What is copied is checked: a backup is whole, or there is none.
+    A running mesh is paused for a fraction of a second. The copy is verified, so a backup is either
+    complete or does not exist.
 
     Parameters
     ----------
     directory
-        The directory to make; there must be none of the name.
+        Directory to create; it must not exist.
     run
-        The run's directory; without it, the newest.
+        Directory of the run. Default: the newest run.
     """
     found = find_run(run).resolve()
     target = directory.absolute()
@@ -144,17 +145,17 @@ def backup(directory: Path, *, run: Path | None = None, console: Console | None 
 
 
 def restore(directory: Path, run_dir: Path, *, console: Console | None = None) -> None:
-    """Make a run's directory of a backup, to go on with by `phaseloom up --resume --run`.
+    """Restore a backup into a new run directory, to continue with `phaseloom up --resume --run`.
 
-    Every file is verified before the run's directory has its name. Controllers that still run must
-    attach again: what their jobs have done since the backup is lost.
+    Every file is verified before the run directory appears. Running controllers must attach again;
+    the work of their jobs since the backup is lost.
 
     Parameters
     ----------
     directory
         The backup.
     run_dir
-        The run's directory to make; where there is one, it must be empty.
+        Run directory to create. It may exist if it is empty.
     """
     made = _manifest(directory)
     target = run_dir.absolute()
@@ -183,9 +184,9 @@ def restore(directory: Path, run_dir: Path, *, console: Console | None = None) -
 
 @contextmanager
 def _whole_or_not_at_all(target: Path) -> Iterator[Path]:
-    """A directory to fill, which gets the name `target` once the block has ended well.
+    """Yield a directory to fill. It is renamed to `target` if the block succeeds, else removed.
 
-    Raises: ResourceError: RESOURCE_EXHAUSTED: the disk is full; UNAVAILABLE: it fails.
+    Raises: ResourceError: RESOURCE_EXHAUSTED: the disk is full; UNAVAILABLE: the disk fails.
     """
     draft = target.with_name(f".{target.name}.{os.getpid()}.draft")
     try:
@@ -207,11 +208,11 @@ def _whole_or_not_at_all(target: Path) -> Iterator[Path]:
 
 
 def _copied(run_dir: Path, target: Path, *, runs: bool) -> float:
-    """Copy a run's directory as it is at one moment. Returns: how long it stood still, seconds.
+    """Copy a run's directory as it is at one moment. Return the length of the pause in seconds.
 
-    Args:   runs: whether its mesh runs. Otherwise the processes that the directory names have
-                ended, and whatever has their ids by now is left alone.
-    Raises: ResourceError: UNAVAILABLE: its processes end and start too often.
+    Args:   runs: whether its mesh runs. If not, no process is paused: the recorded process ids may
+                belong to other programs by now.
+    Raises: ResourceError: UNAVAILABLE: processes of the run restarted during every attempt.
     """
     mirror = Mirror(run_dir, target)
     if not runs:
@@ -234,20 +235,18 @@ def _copied(run_dir: Path, target: Path, *, runs: bool) -> float:
 
 
 class Mirror:
-    """A copy of a run's directory, brought up to date again and again."""
+    """A copy of a run's directory that can be updated repeatedly."""
 
     def __init__(self, source: Path, target: Path) -> None:
         self._source = source
         self._target = target
         self._copied: dict[Path, tuple[int, int, int]] = {}
-        """The inode, size and time of change of each copied file, by path; all zero: the file is
-        copied again."""
+        """Path → inode, size and modification time of the copied file. All zero: copy it again."""
 
     def update(self, *, is_still: bool) -> int:
-        """Copy everything that has changed, and remove everything that is gone.
+        """Copy all changes, and remove files that no longer exist. Return the bytes copied.
 
-        Args:    is_still: whether nothing changes meanwhile; otherwise files may come and go.
-        Returns: the number of bytes copied.
+        Args: is_still: whether the run is paused. If not, files may vanish during the copy.
         """
         self._target.mkdir(exist_ok=True)
         num_bytes = 0
@@ -298,7 +297,7 @@ class Mirror:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """The directories, files and links of a run that a backup has, parents first."""
+    """Yield the directories, files and links of a run that belong in a backup, parents first."""
     for path in _below(root, Path()):
         top = path.parts[0]
         name = path.name
@@ -310,7 +309,7 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def _is_servers_own(name: str) -> bool:
-    """Whether the server makes a file in its directory anew at each start."""
+    """Whether the server writes this file of its directory at each start."""
     return name in ("nats.log", "nats.conf", "credentials.json") or name.endswith(".ports")
 
 
@@ -322,11 +321,12 @@ def _below(root: Path, place: Path) -> Iterator[Path]:
                 yield path
                 yield from _below(root, path)
             elif entry.is_file(follow_symlinks=False) or entry.is_symlink():
-                yield path  # and not a socket
+                yield path  # sockets are left out
 
 
 def _processes(run_dir: Path) -> set[int]:
-    """The leaders of the process groups of a run that runs; empty: none has been started yet."""
+    """Return the leaders of the process groups of a running mesh; empty before it has started
+    any."""
     file = run_dir / "mesh.json"
     if not file.is_file():
         return set()
@@ -336,18 +336,18 @@ def _processes(run_dir: Path) -> set[int]:
 
 @contextmanager
 def standing_still(run_dir: Path) -> Iterator[set[int]]:
-    """Stop all processes of a run within the block, except the one that keeps them running.
+    """Pause all processes of a run within the block, except their supervisor.
 
-    They go on at the end of the block, also where this process is killed in it.
+    They resume at the end of the block, even if this process is killed within it. Yields the
+    leaders of their process groups.
 
-    Returns: the leaders of their process groups.
-    Raises:  ResourceError: UNAVAILABLE: a process does not stop.
+    Raises: ResourceError: UNAVAILABLE: a process does not stop.
     """
     pids = _processes(run_dir)
     if not pids:
         yield pids
         return
-    # A process of its own lets them go on: it hears of this one's end, whatever ends it.
+    # A separate process resumes them: its stdin closes when this process ends for any reason.
     words = ["sh", "-c", 'cat >/dev/null; kill -s CONT -- "$@"', "sh", *(f"-{p}" for p in pids)]
     guard = subprocess.Popen(
         words, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
@@ -372,7 +372,7 @@ def standing_still(run_dir: Path) -> Iterator[set[int]]:
 
 
 def _moving(groups: set[int]) -> int:
-    """A thread of one of these process groups that still runs; 0: there is none."""
+    """Return the id of a thread of these process groups that still runs, or 0."""
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
             continue
@@ -386,7 +386,7 @@ def _moving(groups: set[int]) -> int:
 
 
 def _status(process: Path) -> list[str]:
-    """The fields of a process or thread in /proc, from its state on: state, parent, group, …"""
+    """Return the fields of /proc/…/stat that follow the name: state, parent, group, …"""
     return (process / "stat").read_text().rpartition(")")[2].split()
 
 
@@ -394,7 +394,7 @@ def _status(process: Path) -> list[str]:
 
 
 def _listed(root: Path) -> Iterator[BackupFile]:
-    """The lines of the manifest; each file is on the disk before it is listed."""
+    """Yield the entries of the manifest. Each file is flushed to disk before it is listed."""
     for path in _below(root, Path()):
         place = root / path
         mode = place.lstat().st_mode
@@ -411,7 +411,7 @@ def _listed(root: Path) -> Iterator[BackupFile]:
 def _manifest(directory: Path) -> Backup:
     """Read the manifest of a backup.
 
-    Raises: CallerError: the directory is no backup, or a backup of another format.
+    Raises: CallerError: the directory is not a backup, or a backup of another format.
     """
     file = directory / MANIFEST
     try:
@@ -434,9 +434,9 @@ def _manifest(directory: Path) -> Backup:
 
 
 def _place(made: Backup, source: Path, target: Path) -> None:
-    """Put the files of a backup in place, and verify each.
+    """Copy the files of a backup into a run directory, and verify each.
 
-    Raises: ResourceError: DATA_LOSS: a file is missing, or is not what it was.
+    Raises: ResourceError: DATA_LOSS: a file is missing or has changed.
     """
     bad = []
     for file in made.files:
@@ -473,9 +473,9 @@ def _place(made: Backup, source: Path, target: Path) -> None:
 
 
 async def _checked(run_dir: Path) -> LogExtent:
-    """The extent of a copied run's decision log, all of which is read.
+    """Read the whole decision log of a copied run, and return its extent.
 
-    Raises: ResourceError: DATA_LOSS: the store is not whole.
+    Raises: ResourceError: DATA_LOSS: the store is incomplete.
     """
     async with _served(run_dir) as bus:
         marks = StoreMarks(run_dir / MARKS)
@@ -486,7 +486,7 @@ async def _prepared(run_dir: Path) -> int:
     """Check the store of a restored run, and end the sessions of its jobs.
 
     Returns: the number of jobs that had a session.
-    Raises:  ResourceError: DATA_LOSS: the store is not as it was.
+    Raises:  ResourceError: DATA_LOSS: the store is incomplete.
     """
     async with _served(run_dir) as bus:
         marks = StoreMarks(run_dir / MARKS)
@@ -496,7 +496,7 @@ async def _prepared(run_dir: Path) -> int:
 
 @asynccontextmanager
 async def _served(run_dir: Path) -> AsyncIterator[Bus]:
-    """Serve the store of a run that nobody else serves, at a port of its own, within the block."""
+    """Run the server of a stopped run within the block, at a free port, and connect to it."""
     directory = run_dir / NATS
     settings = settings_of(run_dir) or MeshConfig()
     with tempfile.TemporaryDirectory(prefix="phaseloom-") as temporary:

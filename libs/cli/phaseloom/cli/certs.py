@@ -1,8 +1,8 @@
-"""`phaseloom certs` makes one authority for a mesh and a certificate for each state manager.
+"""`phaseloom certs` creates an authority for a mesh and a certificate for each state manager.
 
-`phaseloom up` makes certificates of its own for each run. Keys are P-256, signatures ECDSA with
-SHA-256. To rotate a certificate, make it again: for one node with the same authority, or for all
-nodes with a new authority in another directory.
+`phaseloom up` creates its own certificates for each run. Keys are P-256, signatures ECDSA with
+SHA-256. To rotate the certificate of one node, create it again with the same authority. To rotate
+all of them, create them with a new authority in another directory.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from phaseloom.common.transport.certificates import (
 
 _VALID = datetime.timedelta(days=3650)
 _EARLY = datetime.timedelta(days=1)
-"""The time before now at which a certificate becomes valid, because the clocks of nodes differ."""
+"""Certificates are valid from this long ago, because the clocks of nodes differ."""
 
 
 def certs(directory: Path, *nodes: str) -> None:
-    """Make certificates for nodes, signed by the directory's authority.
+    """Create certificates for nodes, signed by the directory's authority.
 
-    An authority is made where the directory has none.
+    If the directory has no authority, create one.
 
     Parameters
     ----------
     directory
-        Where the files go; nodes/<node> holds those of one node (`statemgr.certificates`).
+        Directory for the files. Its nodes/<node> holds those of one node (`statemgr.certificates`).
     nodes
-        Names of nodes; a node that has a certificate gets a new one.
+        Names of nodes. A node that already has a certificate gets a new one.
     """
     make_certificates(directory, nodes)
     for node in nodes:
@@ -51,9 +51,9 @@ def certs(directory: Path, *nodes: str) -> None:
 
 
 def make_certificates(directory: Path, nodes: Sequence[str]) -> None:
-    """Write a certificate and a key for each node, and an authority where there is none.
+    """Write a certificate and a key for each node, and an authority if there is none.
 
-    Raises: CallerError: no node is named, a name is not valid, or the authority cannot be read.
+    Raises: CallerError: no node is named, a name is invalid, or the authority cannot be read.
     """
     if not nodes:
         raise CallerError(
@@ -91,7 +91,7 @@ class _Authority:
 
 
 def _authority(directory: Path) -> _Authority:
-    """The directory's authority, made now if there is none."""
+    """Return the directory's authority; create it first if there is none."""
     certificate, key = directory / CA_FILE, directory / CA_KEY_FILE
     if not key.exists():
         made = _new_authority()

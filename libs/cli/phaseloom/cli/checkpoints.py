@@ -1,4 +1,4 @@
-"""`phaseloom checkpoint` lists, describes, downloads and deletes what jobs have saved."""
+"""`phaseloom checkpoint` lists, describes, downloads and deletes the checkpoints of jobs."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _ANSWER_S = 60.0
 def list_checkpoints(
     what: str = "", *, run: Path | None = None, console: Console | None = None
 ) -> int:
-    """List the checkpoints, the newest last; those of jobs that have ended, too.
+    """List the checkpoints of running and ended jobs, the newest last.
 
-    The exit code is 1 where a node did not answer.
+    The exit code is 1 if a node did not answer.
 
     Parameters
     ----------
     what
-        `<tenant>`, `<tenant>.<job>` or `<tenant>.<job>.<deployment>`. Without it: all.
+        `<tenant>`, `<tenant>.<job>` or `<tenant>.<job>.<deployment>`. Default: all.
     run
         As for `phaseloom jobs`.
     """
@@ -54,7 +54,7 @@ def list_checkpoints(
 
 
 def show(checkpoint: str, *, run: Path | None = None, console: Console | None = None) -> None:
-    """Describe a checkpoint: what is in it, its files, and how long it is kept.
+    """Describe a checkpoint: its origin, its files, and how long it is kept.
 
     Parameters
     ----------
@@ -71,9 +71,9 @@ def show(checkpoint: str, *, run: Path | None = None, console: Console | None = 
 
 
 def delete(checkpoint: str, *, run: Path | None = None, console: Console | None = None) -> None:
-    """Delete a checkpoint that its job does not fall back to.
+    """Delete a checkpoint that its job does not need to recover.
 
-    Deployments that have loaded it keep its files until they need them no more.
+    Deployments that have loaded the checkpoint keep its files for as long as they need them.
 
     Parameters
     ----------
@@ -93,14 +93,14 @@ def delete(checkpoint: str, *, run: Path | None = None, console: Console | None 
 def expire(
     checkpoint: str, ttl_s: float, *, run: Path | None = None, console: Console | None = None
 ) -> None:
-    """Set for how long a checkpoint is kept from now on.
+    """Set how long a checkpoint is kept from now on.
 
     Parameters
     ----------
     checkpoint
         `<tenant>.<job>.<deployment>.<name>`.
     ttl_s
-        Seconds; 0: until it is deleted.
+        Seconds; 0: keep it until it is deleted.
     run
         As for `phaseloom jobs`.
     """
@@ -116,14 +116,14 @@ def expire(
 def archive(
     checkpoint: str, file: Path, *, run: Path | None = None, console: Console | None = None
 ) -> None:
-    """Download a checkpoint as a tar file with one directory.
+    """Download a checkpoint as a tar file that contains one directory.
 
     Parameters
     ----------
     checkpoint
         `<tenant>.<job>.<deployment>.<name>`.
     file
-        The file to write. It has its name once it is whole.
+        File to write. It appears only when it is complete.
     run
         As for `phaseloom jobs`.
     """
@@ -140,7 +140,7 @@ def archive(
     (console or Console()).print(line, soft_wrap=True, markup=False)
 
 
-# --- what is asked -------------------------------------------------------------------------------
+# --- requests ------------------------------------------------------------------------------------
 
 
 def _tokens(text: str, most: int) -> list[str]:
@@ -220,7 +220,7 @@ async def _download(
     return opened.num_bytes
 
 
-# --- what is shown -------------------------------------------------------------------------------
+# --- output --------------------------------------------------------------------------------------
 
 
 def table(found: dict[str, api.CheckpointList]) -> Table:
@@ -240,7 +240,7 @@ def table(found: dict[str, api.CheckpointList]) -> Table:
 
 
 def described(tenant: str, saved: api.SavedCheckpoint) -> str:
-    """The description of a checkpoint: a line for each known property, and one for each file."""
+    """Describe a checkpoint: a line for each known property and for each file."""
     lines = [
         f"{_name(tenant, saved)}: {saved.num_bytes:,} bytes, saved {_time(saved.saved_s)}",
         f"  {_kept(saved)}",

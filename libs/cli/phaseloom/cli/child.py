@@ -1,4 +1,4 @@
-"""A child process that is kept running: it is started again, after growing pauses, when it ends."""
+"""A child process that is restarted whenever it ends, after growing pauses."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
 log = logging.getLogger(__name__)
 
 STABLE_AFTER_S = 10.0
-"""A process that has run for so long before it ends has not failed again: its pauses begin anew."""
+"""A process that ran at least this long starts with the shortest pause again."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _LAST_BYTES = 64 * 1024
-"""How much of the end of a log is read for its last line."""
+"""Bytes at the end of a log to search for its last line."""
 
 
 def pause_s(failures: int) -> float:
-    """The pause before a child is started again, in seconds. Args: failures: its failures in a
-    row."""
+    """Return the pause before a restart, after this many consecutive failures, in seconds."""
     return float(min(_FIRST_PAUSE_S * 2 ** (failures - 1), _LONGEST_PAUSE_S))
 
 
@@ -50,10 +49,7 @@ class Ended:
 
 
 def last_words(log_file: Path) -> str:
-    """The reason that a service has logged as its last line, to go on a sentence with; or empty.
-
-    A service that was killed has logged none.
-    """
+    """Return ": " and the reason that a service logged as its last line, or "" if it was killed."""
     with suppress(OSError, msgspec.DecodeError, IndexError), log_file.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
         line = msgspec.json.decode(file.read().splitlines()[-1], type=_LogLine)
@@ -67,12 +63,12 @@ class _LogLine(msgspec.Struct):
 
 
 Report = Callable[[str, str], Awaitable[None]]
-"""The type of the callback for a child that has ended and will be started again: (name, reason)."""
+"""Callback for a child that has ended and will be restarted: (name, reason)."""
 
 
 @dataclass(slots=True)
 class Child:
-    """One process, kept running until it is told to stop."""
+    """One process, kept running until `stop` or `kill`."""
 
     spec: ChildSpec
     log_file: Path
@@ -83,7 +79,7 @@ class Child:
     _stopped: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
-        """Run the process until `stop`, and start it again whenever it ends before."""
+        """Run the process, and restart it whenever it ends, until `stop` or `kill`."""
         failures, before = 0, ""
         try:
             while not self._stopping.is_set():
@@ -105,7 +101,7 @@ class Child:
             self._stopped.set()
 
     async def stop(self, timeout_s: float) -> None:
-        """End the process with SIGTERM, and with SIGKILL where that takes too long."""
+        """End the process with SIGTERM; after the timeout, with SIGKILL."""
         self._stopping.set()
         self.send(signal.SIGTERM)
         try:
@@ -117,7 +113,7 @@ class Child:
             await self._stopped.wait()
 
     def kill(self) -> None:
-        """End the process at once, for good."""
+        """End the process at once, and do not restart it."""
         self._stopping.set()
         self.send(signal.SIGKILL)
 
@@ -141,14 +137,14 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                # A terminal's Ctrl-C is for the supervisor, which stops things in order.
+                # Keeps a terminal's Ctrl-C away: the supervisor stops the children in order.
                 start_new_session=True,
             )
         self.on_start()
-        if self._stopping.is_set():  # it was told to stop while it was being started
+        if self._stopping.is_set():  # `stop` was called while the process started
             self.send(signal.SIGTERM)
         exit_code = await self.process.wait()
-        # The child leads a process group: what it left behind must not meet its successor.
+        # The child leads a process group: none of its own children may outlive it.
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process = None

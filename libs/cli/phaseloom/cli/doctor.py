@@ -1,7 +1,7 @@
-"""`phaseloom doctor` tells whether this machine can run a mesh, and what to do where it cannot.
+"""`phaseloom doctor` checks whether this machine can run a mesh, and names remedies.
 
-It changes nothing; the probe files that it writes beside the runs directory are removed. The exit
-code is 1 where a check fails; a warning does not change it.
+It removes the probe files that it writes next to the runs directory, and changes nothing else. The
+exit code is 1 if a check fails; warnings do not change it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 _PROBE_TIMEOUT_S = 60.0
 _IMPORT_TIMEOUT_S = 180.0
-"""Seconds for an interpreter to import a runtime: vLLM from a cold disk takes long."""
+"""Importing vLLM from a cold disk takes long."""
 _MIN_PYTHON = (3, 11)
 _MIN_FILES = 4096
 _MIN_SHM_BYTES = 64 * 2**20
@@ -58,7 +58,7 @@ _MAX_FSYNC_S = 0.01
 _UNLIMITED_STREAM_CONSUMERS = -1
 _TIME_ERROR = 5
 _TIMEX_BYTES = 512
-"""Bytes for the kernel's `struct timex`, which has 208 on 64-bit machines."""
+"""Buffer for the kernel's `struct timex`, which has 208 bytes on 64-bit machines."""
 
 
 class Verdict(StrEnum):
@@ -69,13 +69,13 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The outcome of one check."""
+    """The result of one check."""
 
     check: str
     verdict: Verdict
     found: str
     remedy: str = ""
-    """The remedy, as an imperative; empty: nothing is to be done."""
+    """The remedy, as an imperative; empty if none is needed."""
 
 
 def doctor(
@@ -90,13 +90,13 @@ def doctor(
     Parameters
     ----------
     runs
-        Where runs keep their logs, the server's store and the nodes' disks.
+        Directory in which runs keep their logs, the server's store and the nodes' disks.
     mesh_file
-        TOML with a table [mesh], as `phaseloom up` takes it: whether this machine has the devices,
-        memory and directories that it names, and the interpreters of its nodes and of
-        PHASELOOM_WORKER_INTERPRETERS.
+        TOML file with a table [mesh], as for `phaseloom up`. Checks that this machine has the
+        devices, memory and directories of that mesh, and that the interpreters of its nodes and of
+        PHASELOOM_WORKER_INTERPRETERS work.
     json
-        Print one JSON object for each finding instead of a table.
+        Print one JSON object per check instead of a table.
     """
     findings = [
         *local_findings(runs),
@@ -122,12 +122,13 @@ def _table(findings: list[Finding]) -> Table:
 
 
 def _mesh(settings: MeshConfig) -> list[Finding]:
-    """The findings about a mesh that `phaseloom up` would start: its settings, and power cuts."""
+    """Check the settings of a mesh that `phaseloom up` would start, and whether it survives power
+    cuts."""
     return [check_mesh(settings), check_durability(fsync=settings.fsync)]
 
 
 def check_mesh(settings: MeshConfig) -> Finding:
-    """The finding about whether a mesh of these settings can run on this machine."""
+    """Check that a mesh with these settings can run on this machine."""
     try:
         settings.check()
     except PhaseloomError as error:
@@ -180,9 +181,9 @@ def _server_binary() -> Finding:
 
 
 def check_files(limit: int) -> Finding:
-    """The finding about file descriptors.
+    """Check the limit of file descriptors.
 
-    Args: limit: soft RLIMIT_NOFILE; -1: none.
+    Args: limit: soft RLIMIT_NOFILE; -1: unlimited.
     """
     if limit != resource.RLIM_INFINITY and limit < _MIN_FILES:
         remedy = f"raise the limit: ulimit -n {_MIN_FILES}"
@@ -209,7 +210,7 @@ def check_shared_memory(free_bytes: int) -> Finding:
 
 
 def _available_memory() -> int:
-    """The bytes that the kernel could give without swapping, its caches included."""
+    """Return the bytes that the kernel can provide without swapping, including its caches."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -225,9 +226,9 @@ def check_memory(free_bytes: int) -> Finding:
 
 
 def check_memlock(limit: int, *, has_gpu: bool) -> Finding:
-    """The finding about memory that a process may lock.
+    """Check how much memory a process may lock.
 
-    Args: limit: soft RLIMIT_MEMLOCK, bytes; -1: none.
+    Args: limit: soft RLIMIT_MEMLOCK, bytes; -1: unlimited.
     """
     if limit == resource.RLIM_INFINITY:
         return Finding("memlock", Verdict.OK, "unlimited")
@@ -254,7 +255,7 @@ def check_disk(free_bytes: int, where: Path) -> Finding:
 
 
 def _fsync_s(directory: Path) -> float:
-    """The median time in which a small write gets to the disk."""
+    """Return the median time of a small write with fsync."""
     times_s = []
     with tempfile.TemporaryFile(dir=directory) as file:
         for _ in range(_FSYNCS):
@@ -277,7 +278,7 @@ def check_fsync(fsync_s: float) -> Finding:
 
 
 def _nvme(directory: Path) -> Finding:
-    """The finding about a disk, by the state manager's own probe, which runs as a process."""
+    """Check a disk with the state manager's own probe, in a separate process."""
     command = [sys.executable, "-m", "phaseloom.statemgr.disk.disk", str(directory)]
     probed = subprocess.run(command, capture_output=True, text=True, check=False)
     if probed.returncode:
@@ -287,9 +288,9 @@ def _nvme(directory: Path) -> Finding:
 
 
 def check_nvme(path: DiskPath) -> Finding:
-    """The finding about how a disk is written.
+    """Check how the state manager writes to a disk.
 
-    Args: path: the method that seals, weights versions and demoted state would be written by.
+    Args: path: the method it uses for seals, weights versions and demoted state.
     """
     if path.method is DiskMethod.BUFFERED:
         remedy = "optional: without direct I/O, state passes through the page cache, which is "
@@ -300,16 +301,16 @@ def check_nvme(path: DiskPath) -> Finding:
 
 
 def _clock() -> Finding:
-    """The finding about the kernel's clock, from `adjtimex`, which only reads here."""
+    # With a zeroed argument, `adjtimex` only reads.
     libc = ctypes.CDLL(None, use_errno=True)
     state = libc.adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
     return check_clock(state)
 
 
 def check_clock(state: int) -> Finding:
-    """The finding about whether the clock is synchronised.
+    """Check that the clock is synchronised.
 
-    Args: state: as `adjtimex` returns it; negative: the kernel does not say.
+    Args: state: the result of `adjtimex`; negative: the kernel does not know.
     """
     if state == _TIME_ERROR:
         remedy = "run an NTP client, or spans of several hosts will not line up; scheduling does "
@@ -343,7 +344,7 @@ class _WorkerInterpreters(msgspec.Struct, frozen=True):
 
 
 def _interpreters(mesh_file: Path | None) -> dict[str, set[str]]:
-    """Python → the backends that nodes run in it, from a mesh file and from this environment."""
+    """Map each interpreter to the backends that run in it, by the mesh file and the environment."""
     named = [*config.load(_WorkerInterpreters, "").worker_interpreters.items()]
     for node in config.load(MeshConfig, "mesh", file=mesh_file).nodes:
         named += node.interpreters.items()
@@ -354,7 +355,7 @@ def _interpreters(mesh_file: Path | None) -> dict[str, set[str]]:
 
 
 class InterpreterProbe(msgspec.Struct, frozen=True):
-    """The report that `phaseloom.worker.agent.interpreters` prints."""
+    """The output of `phaseloom.worker.agent.interpreters`."""
 
     code: str
     versions: dict[str, str]
@@ -362,8 +363,7 @@ class InterpreterProbe(msgspec.Struct, frozen=True):
 
 
 def interpreter_findings(interpreters: Mapping[str, Collection[str]]) -> Iterator[Finding]:
-    """The findings about the interpreters of backends that have their own: whether each can import
-    its runtime, and has the same Phaseloom."""
+    """Check that each interpreter imports the runtime of its backends and has this Phaseloom."""
     for python, backends in sorted(interpreters.items()):
         try:
             code = _probe(sys.executable, [], timeout_s=_PROBE_TIMEOUT_S).code
@@ -385,9 +385,9 @@ def _probe(python: str, backends: Sequence[str], *, timeout_s: float) -> Interpr
 def check_interpreter(
     python: str, backends: Sequence[str], probed: InterpreterProbe, *, is_same: bool
 ) -> Finding:
-    """The finding about one interpreter.
+    """Check one interpreter by its report.
 
-    Args: is_same: whether its Phaseloom is this one, byte for byte.
+    Args: is_same: whether its Phaseloom has the same code as this one.
     """
     check = f"interpreter {_listed(backends)}"
     versions = ", ".join(f"{name} {version}" for name, version in sorted(probed.versions.items()))
@@ -430,7 +430,7 @@ def _size(num_bytes: int) -> str:
 
 
 async def server_findings() -> list[Finding]:
-    """Findings about the server that the bus section names, or a note where none is named."""
+    """Check the server that the bus section names; without one, return a note."""
     try:
         settings = config.load(BusConfig, "bus")
     except PhaseloomError:
@@ -498,14 +498,14 @@ class _Peer(msgspec.Struct):
 class _Cluster(msgspec.Struct):
     leader: str = ""
     replicas: list[_Peer] = []
-    """The other servers that keep the stream."""
+    """The other servers with a copy of the stream."""
 
 
 class _Stream(msgspec.Struct):
     config: _StreamConfig
     cluster: _Cluster | None = None
     ts: datetime | None = None
-    """The server's clock when it answered; None: the server does not say."""
+    """The server's clock when it answered, if it reports one."""
 
 
 class _Streams(msgspec.Struct):
@@ -543,7 +543,7 @@ async def _ask(client: Client, subject: str, kind: type[T]) -> T:
 
 
 def check_consumers(listed: list[_Stream]) -> Finding:
-    """The finding about the stream of permits, which needs a consumer for each node."""
+    """Check that the stream of permits allows enough consumers: it needs one for each node."""
     limits = {stream.config.name: stream.config.max_consumers for stream in listed}
     if streams.PERMITS not in limits:
         return Finding("max_consumers", Verdict.OK, "no mesh has used this server yet")
@@ -554,9 +554,9 @@ def check_consumers(listed: list[_Stream]) -> Finding:
 
 
 def check_replicas(listed: list[_Stream], replicas: int) -> Finding:
-    """The finding about how many servers keep each stream, and whether all have all of it.
+    """Check that enough servers keep each stream, and that all of them are up to date.
 
-    Args: replicas: how many should.
+    Args: replicas: number of servers that should keep each stream.
     """
     fewer = {s.config.name for s in listed if s.config.num_replicas < replicas}
     if fewer:
@@ -577,9 +577,9 @@ def check_replicas(listed: list[_Stream], replicas: int) -> Finding:
 
 
 def check_offset(offset_s: float) -> Finding:
-    """The finding about the server's clock.
+    """Check the server's clock.
 
-    Args: offset_s: how far the server's clock is ahead of this machine's.
+    Args: offset_s: seconds by which the server's clock is ahead of this machine's.
     """
     found = f"{offset_s * 1e3:+.0f} ms relative to this machine"
     if abs(offset_s) > _MAX_CLOCK_OFFSET_S:

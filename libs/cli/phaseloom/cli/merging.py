@@ -1,9 +1,10 @@
-"""`phaseloom model merge` adds an adapter to the weights of its base: a whole model's directory.
+"""`phaseloom model merge` adds an adapter to the weights of its base, as a new model directory.
 
-The adapter is a checkpoint of a job, or a directory of `peft`. Every file but those with adapted
-weights is the base's own. The result is what `merge_and_unload()` of `peft` makes, but where the
-adapter is on an output head that is the embedding: `peft` adds to the embedding, too, and the model
-says something else than base and adapter do. Here the head becomes a weight of its own.
+The adapter is a checkpoint of a job, or a directory that `peft` has saved. Files without adapted
+weights are copied from the base. The result equals that of `merge_and_unload()` of `peft`, with one
+exception: an adapter on an output head that is tied to the embedding. `peft` changes the embedding
+as well, so that its merged model differs from base plus adapter. Here the head becomes a separate
+weight.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def merge(base: Path, adapter: Path, directory: Path, *, console: Console | None = None) -> None:
-    """Make a whole model's directory of a base and an adapter on it.
+    """Merge a base model and an adapter into one model directory.
 
     Parameters
     ----------
     base
-        The directory of the model that the adapter was trained on.
+        Directory of the model that the adapter was trained on.
     adapter
         The adapter: a checkpoint of a job, or a directory that peft has saved.
     directory
-        The directory to make.
+        Directory to create.
     """
     check_installed("merging", _PACKAGES, "worker")
     check_directory(base, "base")
@@ -126,10 +127,9 @@ def _merge(base: Path, adapter: Path, config: _Config, directory: Path) -> None:
 
 
 def _untie(directory: Path) -> None:
-    """Give a model whose output head is its embedding a head of its own, with the same weights.
+    """Separate a model's output head from its embedding if the two are tied.
 
-    A model with a head of its own stays as it is. A config that does not say whether the two are
-    tied is of a model where they are, unless the files have both.
+    If the config does not say whether they are tied, they are, unless the files contain both.
     """
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
@@ -163,9 +163,9 @@ def _write_json(path: Path, content: Index | dict[str, Any]) -> None:
 
 
 def _by_weight(matrices: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The pair (A, B) to add to each of the base's weights, by the weight's name.
+    """Return the pair (A, B) to add to each weight of the base, by the weight's name.
 
-    Raises: CallerError: a tensor is not one of such a pair.
+    Raises: CallerError: a tensor does not belong to such a pair.
     """
     pairs: dict[str, tuple[Any, Any]] = {}
     rest = set(matrices)
@@ -187,7 +187,7 @@ def _by_weight(matrices: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
 
 
 def _added(name: str, weight: Any, a: Any, b: Any, config: _Config) -> Any:
-    """W + (alpha / r)·B·A, rounded once to the dtype of the base."""
+    """Return W + (alpha / r)·B·A, rounded once to the dtype of the base."""
     if (a.shape[0], b.shape[1]) != (config.r, config.r):
         raise CallerError(
             f"expected matrices of rank {config.r} (adapter_config.json) on {name}, got "

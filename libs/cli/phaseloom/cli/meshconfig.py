@@ -39,30 +39,30 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     pool: str
-    """`rollout`, `train`, or any other kind."""
+    """Kind of the node: `rollout`, `train`, or any other name."""
     devices: list[int]
-    """The memory budget of each device for managed state, bytes."""
+    """Memory budget of each device for managed state, in bytes."""
     device_kind: DeviceKind = DeviceKind.EMULATED
-    """`emulated` takes memory and processors of this machine; `cuda` takes GPU i as device i."""
+    """`emulated` uses memory and processors of this machine; `cuda` uses GPU i as device i."""
     cores_per_device: int = 1
-    """The cores of each emulated device. With several, and a `multiplexing` policy, jobs run on one
-    device at the same time, each on a part of its cores."""
+    """Cores of each emulated device. With several cores and a `multiplexing` policy, jobs run on
+    one device at the same time, each on some of its cores."""
     host_memory_bytes: int = 2 * 2**30
-    """The budget of the state manager's host arena."""
+    """Memory budget of the state manager for state in host memory."""
     exclusive_residency: Residency = Residency.JOB
-    """`job`: opening an activation offloads whatever another job left on the device."""
+    """`job`: opening an activation offloads all state of other jobs from the device."""
     price_per_hour: float = 0.0
-    """The node's price: placement prefers cheaper nodes. 0: the usual price of its pool."""
+    """Price of the node; placement prefers cheaper nodes. 0: the usual price of its pool."""
     interpreters: dict[str, str] = {}
-    """Backend → the Python that its ranks run in, where that is not this one: `vllm` and
-    `megatron` have environments of their own. A path may begin with `~`."""
+    """Backend → the Python for its ranks, if it differs from this one: `vllm` and `megatron` need
+    separate environments. A path may begin with `~`."""
     site: str = ""
-    """The name that the nodes joined by fast links share. A weights version crosses the slow link
-    to each other site once. Empty: the node belongs to no site."""
+    """Name shared by nodes that fast links connect. A weights version crosses the slow link to each
+    other site only once. Empty: the node belongs to no site."""
 
     def check(self) -> None:
-        """Raises: CallerError: it has no such pool, devices, memory or cores, more of them than
-        this machine, or no such interpreter."""
+        """Raises: CallerError: a name, device, memory size, number of cores or interpreter is
+        invalid, or this machine has fewer devices or less memory."""
         check_name(self.pool, "mesh.nodes.pool")
         if not self.devices or min(self.devices) < 1:
             raise CallerError(
@@ -108,10 +108,10 @@ _BOUNDS = {
     "gateway_port": (0, config.LAST_PORT),
     "console_port": (0, config.LAST_PORT),
 }
-"""The least and the greatest value of each number that is not the scheduler's."""
+"""Smallest and greatest value of each number that is not a setting of the scheduler."""
 _NODE_BOUNDS = {"host_memory_bytes": (1, math.inf), "price_per_hour": (0, math.inf)}
 _TENANT_BOUNDS = ("max_operations", "max_bytes", "rate", "burst")
-"""The bounds that a tenant may have of its own."""
+"""The limits that can be set for a single tenant."""
 
 
 def _demo_nodes() -> list[NodeConfig]:
@@ -128,14 +128,14 @@ class MeshConfig(msgspec.Struct, frozen=True):
     """
 
     nodes: list[NodeConfig] = msgspec.field(default_factory=_demo_nodes)
-    """The nodes of the mesh. The default is one rollout and one train device, which the two jobs of
-    the demo must share."""
+    """The nodes of the mesh. Default: one rollout and one train device, which the two jobs of the
+    demo share."""
     tenants: list[str] = msgspec.field(default_factory=lambda: ["demo"])
-    """The tenants, each with an account and a password of its own."""
+    """The tenants. Each gets its own account and password."""
     routers: int = 2
-    """The number of router replicas."""
+    """Number of router replicas."""
     schedulers: int = 1
-    """The number of schedulers, of which one leads and the others stand by."""
+    """Number of schedulers. One leads; the others stand by."""
     placement: str = _SCHEDULER.placement
     ordering: str = _SCHEDULER.ordering
     multiplexing: str = _SCHEDULER.multiplexing
@@ -148,10 +148,10 @@ class MeshConfig(msgspec.Struct, frozen=True):
     slo_percentile: float = _SCHEDULER.slo_percentile
     idle_grace_s: float = _SCHEDULER.idle_grace_s
     frozen_bases: dict[str, list[str]] = {}
-    """Models that never change, and that tenants may share: for each name the BLAKE3 of each rank's
-    content. `phaseloom state --json` shows the hashes."""
+    """Models that never change and that tenants may share: name → the BLAKE3 of each rank's
+    content, as `phaseloom state --json` shows it."""
     models: dict[str, str] = {}
-    """Models to register, as `phaseloom model add` does: for each name a directory."""
+    """Models to register at the start, as with `phaseloom model add`: name → directory."""
     seal_every: int = _SCHEDULER.seal_every
     max_losses: int = _SCHEDULER.max_losses
     node_grace_s: float = _SCHEDULER.node_grace_s
@@ -160,22 +160,21 @@ class MeshConfig(msgspec.Struct, frozen=True):
     """Number of NATS servers: 1, or 3 that replicate everything, so that the mesh survives the loss
     of any one."""
     fsync: bool = True
-    """Whether NATS has a message on disk before it acknowledges it. Otherwise what it has
-    acknowledged survives a killed process, but not a power cut."""
+    """Whether NATS writes a message to disk before acknowledging it. Without this, acknowledged
+    messages survive a killed process, but not a power cut."""
     ops_max_bytes: int = 2**30
-    """The most bytes in a tenant's operation stream; publishing into a full one is refused."""
+    """Size limit of a tenant's operation stream; a full stream refuses operations."""
     tenant_limits: dict[str, dict[str, int | float]] = msgspec.field(default_factory=dict)
-    """The bounds that routers set to a tenant: `max_operations`, `max_bytes`, `rate`, `burst`."""
+    """Limits that routers enforce, by tenant: `max_operations`, `max_bytes`, `rate`, `burst`."""
     checkpoint_root: str = ""
-    """The directory of checkpoints, which later runs can load too. Empty: one in the run's own
-    directory."""
+    """Directory of checkpoints, which later runs can also load. Empty: a directory of this run."""
     gateway_port: int = 0
     """Port of this machine at which a gateway serves the Tinker and OpenAI APIs; 0: no gateway. A
     tenant's API key is `tml-` followed by its password."""
     gateways: int = 1
     """Number of replicas of the gateway, which share its port."""
     gateway_session_s: float = 600.0
-    """How long a session of the Tinker SDK may be silent before its models are ended."""
+    """How long a session of the Tinker SDK may be silent before the gateway ends its models."""
     console_port: int = 0
     """Port of this machine for the console, a web page that shows the mesh; 0: `phaseloom up`
     chooses one (8900 if it is free)."""
@@ -183,11 +182,11 @@ class MeshConfig(msgspec.Struct, frozen=True):
     """Whether each service serves metrics to Prometheus, at a free port of this machine."""
 
     def check(self) -> None:
-        """Refuse settings that cannot be run.
+        """Refuse settings that cannot run on this machine.
 
-        Raises: CallerError: a name is not valid or not unique, a directory is no model's or cannot
-                be written, a number is out of its bounds, this machine has no such devices, or
-                there is nothing to run.
+        Raises: CallerError: a name is invalid or not unique, a directory is not a model directory
+                or not writable, a number is out of bounds, this machine lacks the devices, or there
+                are no nodes or tenants.
         """
         for node in self.nodes:
             node.check()
@@ -231,7 +230,7 @@ class MeshConfig(msgspec.Struct, frozen=True):
             )
 
     def _check_limits(self) -> None:
-        """Raises: CallerError: a bound is of no tenant, or none that there is."""
+        """Raises: CallerError: a limit has an unknown tenant or name, or an invalid value."""
         for tenant, bounds in self.tenant_limits.items():
             field = f"mesh.tenant_limits.{tenant}"
             if tenant not in self.tenants:
@@ -252,11 +251,12 @@ class MeshConfig(msgspec.Struct, frozen=True):
                     )
 
     def check_resumes(self, run_dir: Path) -> None:
-        """Check that the settings still have all that the run in a directory depends on.
+        """Check that these settings can resume the run in a directory.
 
-        Nodes and tenants may be added, and all other settings may change.
+        Nodes and tenants may be added, but not removed. The checkpoint directory and the number of
+        NATS servers must stay the same. All other settings may change.
 
-        Raises: CallerError: FAILED_PRECONDITION: names the setting that must be as it was.
+        Raises: CallerError: FAILED_PRECONDITION: a setting must stay the same; `field` names it.
         """
         earlier = settings_of(run_dir)
         if earlier is None:
@@ -280,18 +280,17 @@ class MeshConfig(msgspec.Struct, frozen=True):
                 )
 
 
-# `slowdowns` differs: a mesh file names the table's file.
+# `slowdowns` is different: a mesh file has the path of the table, the scheduler its content.
 SCHEDULER_SETTINGS = [
     name
     for name in SchedulerSettings.__struct_fields__
     if name in MeshConfig.__struct_fields__ and name != "slowdowns"
 ]
-"""The scheduler's settings that a mesh passes on."""
+"""Settings that a mesh passes on to its schedulers unchanged."""
 
 
 def _identity(node: NodeConfig) -> tuple[object, ...]:
-    """The settings of a node that must not change when a run is resumed: jobs and state depend on
-    them."""
+    """Return the settings of a node that must stay the same when a run is resumed."""
     return node.name, node.pool, node.devices, node.device_kind
 
 
@@ -302,7 +301,7 @@ def servers_of(
     *,
     credentials_file: Path | None = None,
 ) -> EmbeddedServer | EmbeddedEnsemble:
-    """The NATS server of a mesh, or its three.
+    """Return the NATS server of a mesh, or its three servers.
 
     Args: directory: holds their stores.
     """
@@ -311,6 +310,6 @@ def servers_of(
 
 
 def settings_of(run_dir: Path) -> MeshConfig | None:
-    """The settings of an earlier run in the directory; None: there was none."""
+    """Return the settings of the run in a directory, or None if there is no run."""
     file = run_dir / SETTINGS
     return msgspec.json.decode(file.read_bytes(), type=MeshConfig) if file.is_file() else None

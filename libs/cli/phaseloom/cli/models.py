@@ -1,7 +1,7 @@
-"""`phaseloom model` registers, lists and removes models: directories that jobs name in their specs.
+"""`phaseloom model` registers, lists and removes models: named directories that jobs refer to.
 
-A job keeps the files that its model's name stood for when the job was submitted. So removing the
-name, or giving it to another directory, changes nothing for existing jobs.
+The name is resolved when a job is submitted. Removing the name, or registering another directory
+under it, does not affect existing jobs.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from phaseloom.common.transport.keys import Conflict
 def add(
     name: str, directory: Path, *, run: Path | None = None, console: Console | None = None
 ) -> None:
-    """Register a model's directory under a name that jobs can give.
+    """Register a model directory under a name for jobs to use.
 
-    Every file is read and hashed once. The nodes that run the model need the directory at the same
-    path, and check the hashes.
+    Every file is read and hashed once. Nodes that run the model need the directory at the same path
+    and verify the hashes.
 
     Parameters
     ----------
     name
-        The name: letters, digits, `_` and `-`.
+        The model's name: letters, digits, `_` and `-`.
     directory
-        The directory in the Hugging Face layout: config.json, safetensors, tokenizer.
+        Model directory in the Hugging Face layout: config.json, safetensors, tokenizer.
     run
         As for `phaseloom jobs`.
     """
@@ -60,15 +60,15 @@ def list_models(*, run: Path | None = None, console: Console | None = None) -> N
 
 
 def remove(name: str, *, run: Path | None = None, console: Console | None = None) -> None:
-    """Remove the name of a model; its files stay, and jobs of the model go on.
+    """Unregister a model; its files stay, and jobs that use it continue.
 
-    Such a job reads the files again when it must be rebuilt from its beginning, so keep them until
-    the job has ended.
+    Keep the files until those jobs have ended: a job that must be rebuilt from its start reads them
+    again.
 
     Parameters
     ----------
     name
-        The name.
+        The model's name.
     run
         As for `phaseloom jobs`.
     """
@@ -79,8 +79,8 @@ def remove(name: str, *, run: Path | None = None, console: Console | None = None
 async def register(bus: Bus, model: RegisteredModel, *, replaces: bool = False) -> None:
     """Store a registration.
 
-    Args:   replaces: whether it replaces another registration of the name.
-    Raises: CallerError: ALREADY_EXISTS: the name stands for something else.
+    Args:   replaces: whether it may replace another registration of the name.
+    Raises: CallerError: ALREADY_EXISTS: the name is registered for something else.
     """
     stored = await bus.keys.get_raw(Bucket.MODELS, model.name)
     if stored is not None and not stored.is_gone and not replaces:
@@ -95,7 +95,7 @@ async def register(bus: Bus, model: RegisteredModel, *, replaces: bool = False) 
 
 
 def line(model: RegisteredModel) -> str:
-    """A registration as one line of text."""
+    """Describe a registration in one line."""
     num_bytes = sum(file.num_bytes for file in model.directory.files)
     return (
         f"{model.name}: {model.config.get('model_type', 'of no type')}, "

@@ -1,4 +1,4 @@
-"""How `phaseloom model convert` and `phaseloom model merge` make a directory: whole, or not."""
+"""Creates a directory completely or not at all, for `phaseloom model convert` and `merge`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from phaseloom.common.contract.errors import CallerError, Code
 
 @contextmanager
 def new_directory(directory: Path) -> Iterator[Path]:
-    """A place beside a directory, to write it in; it is renamed when the block ends.
+    """Yield a temporary path next to a directory; it gets the directory's name when the block ends.
 
-    So the directory appears whole, and one that is there need not be made again. A block that
-    fails leaves nothing.
+    The block creates and fills the temporary path. If the block fails, nothing remains.
 
-    Raises: CallerError: ALREADY_EXISTS: the directory is there; FAILED_PRECONDITION: it cannot be
-            made.
+    Raises: CallerError: ALREADY_EXISTS: the directory exists; FAILED_PRECONDITION: it cannot be
+            created.
     """
     if directory.exists():
         raise CallerError(

@@ -1,4 +1,4 @@
-"""How tables are printed, on a terminal and into a file or a pipe."""
+"""Printing of tables to a terminal, a file or a pipe."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from rich.console import Console, RenderableType
 from rich.measure import Measurement
 
 _UNBOUNDED = 1_000_000
-"""A width, in columns, at which nothing is cut or folded."""
+"""Width in columns at which nothing is cut or folded."""
 
 
 def print_whole(console: Console, shown: RenderableType) -> None:
-    """Print a table. Where stdout is no terminal, the table is as wide as it needs."""
+    """Print a table; to a file or a pipe, in its full width."""
     if not console.is_terminal:
         unbounded = console.options.update(width=_UNBOUNDED, max_width=_UNBOUNDED)
         console.width = max(console.width, Measurement.get(console, unbounded, shown).maximum)

@@ -1,4 +1,4 @@
-"""The processes that a mesh on this machine is made of, each with the settings that it is given."""
+"""The processes of a mesh on this machine, each with its settings."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from phaseloom.common.transport.certificates import directory_of
 from phaseloom.common.transport.natsserver import Credentials
 
 _LONG_LEASE_S = 12.0
-"""A node's lease where NATS servers replicate one another: for as long as it may take them to agree
-on another leader (9 s) no lease is renewed, and no agent should end for that."""
+"""Lease of a node with replicated NATS servers. While they elect a leader (up to 9 s), no lease can
+be renewed, and no agent should end because of that."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """One process: `python -m <module>`, with variables beside the inherited ones."""
+    """One process: `python -m <module>`, with variables in addition to the inherited ones."""
 
     name: str
     module: str
@@ -33,11 +33,11 @@ class ChildSpec:
 def child_specs(
     config: MeshConfig, run_dir: Path, sockets: Path, credentials: Credentials, secret: str
 ) -> list[ChildSpec]:
-    """The processes of a mesh. The variables of a section go only to the service that reads it.
+    """Return the processes of a mesh. Each gets only the variables that it reads.
 
     Args: sockets: a directory whose path is short enough for Unix sockets.
-          secret: the mesh's secret, by which agents and state managers know one another, and with
-              which the scheduler signs tickets.
+          secret: the mesh's secret. With it, agents and state managers authenticate to each other,
+              and the scheduler signs tickets.
     """
     bus = {
         "URL": credentials.url,
@@ -92,7 +92,7 @@ def _routers(config: MeshConfig) -> list[ChildSpec]:
 
 
 def api_key(password: str) -> str:
-    """The API key of a tenant at the gateway."""
+    """Return the API key of a tenant at the gateway."""
     return f"tml-{password}"
 
 
@@ -113,10 +113,9 @@ def _gateways(config: MeshConfig, credentials: Credentials) -> list[ChildSpec]:
 
 
 def console_key(password: str) -> str:
-    """The key of a tenant, or of the mesh's operator, at the console.
+    """Return the console's key for a tenant or the operator, derived from their password.
 
-    It follows from the password and is the same for as long as the password is. It is not the
-    password itself, because it stands in addresses.
+    The key is part of URLs, so it must not reveal the password.
     """
     return hashlib.blake2b(password.encode(), digest_size=18, person=b"console").hexdigest()
 
@@ -173,7 +172,8 @@ def _node(
 
 
 def with_metrics(specs: Sequence[ChildSpec]) -> tuple[list[ChildSpec], dict[str, int]]:
-    """The specs, each with a free loopback port for its metrics, and these ports by name."""
+    """Give each process a free loopback port for its metrics. Return them, and the ports by
+    name."""
     with ExitStack() as stack:
         # All listeners stay open until the last port is chosen, so that the ports differ.
         held = {s.name: stack.enter_context(create_server(("127.0.0.1", 0))) for s in specs}

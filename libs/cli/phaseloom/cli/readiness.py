@@ -1,4 +1,4 @@
-"""Waiting until a mesh is up: its nodes are in the decision log, and its services answer."""
+"""Waits until a mesh is up: its nodes are in the decision log, and its services answer."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _ANSWER_TIMEOUT_S = 1.0
 _ANSWER_PAUSE_S = 0.02
 _HEAD_BYTES = 64
 _ANY_CALL = "/api/v1/get_server_capabilities"
-"""A call of the gateway that every tenant may make."""
+"""A gateway call that every tenant may make."""
 
 
 @dataclass(slots=True)
 class Readiness:
-    """The nodes and services that must answer before a mesh is up."""
+    """Tracks the nodes and services that must answer before a mesh is up."""
 
     bus: Bus
     config: MeshConfig
     credentials: Credentials
     begins_at: int
-    """The sequence of the decision log at which this mesh begins."""
+    """Sequence of this mesh's first entry in the decision log."""
     missing: set[str] = field(init=False)
-    """The names of those that have not answered yet: `node train-0`, `scheduler`."""
+    """Nodes and services that have not answered yet, such as `node train-0` or `scheduler`."""
 
     def __post_init__(self) -> None:
         self.missing = self._nodes() | {"scheduler", "router"}
@@ -75,8 +75,8 @@ class Readiness:
                     return
 
     async def _answers(self, call: str, request: bytes, service: str) -> None:
-        """Wait for any answer of a service. An error counts as an answer: the named thing does not
-        exist."""
+        """Wait for any answer of a service. An error counts: the request names something that does
+        not exist."""
         subject = streams.api_subject(self.config.tenants[0], call)
         headers = {CONTENT_TYPE: MSGPACK}
         while True:
@@ -93,19 +93,19 @@ class Readiness:
     async def _gateway_serves(self) -> None:
         """Wait until the gateway serves a tenant.
 
-        Something else may listen at the port, and a killed gateway of this run may have the
-        tenant's lease for a while.
+        An open port is not enough: another program may listen there, and a killed gateway of this
+        run may still hold the tenant's lease.
         """
         key = api_key(self.credentials.tenants[self.config.tenants[0]])
         await self._serves("gateway", self.config.gateway_port, _ANY_CALL, f"X-API-Key: {key}")
 
     async def _console_serves(self) -> None:
-        """Wait until the console knows its keys. Something else may listen at the port."""
+        """Wait until the console accepts its key; another program may listen at the port."""
         bearer = f"Authorization: Bearer {console_key(self.credentials.password)}"
         await self._serves("console", self.config.console_port, "/api/me", bearer)
 
     async def _serves(self, service: str, port: int, path: str, header: str) -> None:
-        """Wait until a page of a service is there for a caller with this header."""
+        """Wait until a service answers 200 to a request with this header."""
         while True:
             try:
                 async with asyncio.timeout(_ANSWER_TIMEOUT_S):
@@ -118,9 +118,9 @@ class Readiness:
 
 
 async def _status_of(port: int, path: str, header: str) -> str:
-    """The HTTP status of a GET on this machine; a value that is no status where it is not HTTP.
+    """Return the HTTP status of a GET on this machine, or other text if the answer is not HTTP.
 
-    Raises: OSError: nothing listens at the port, or it hangs up.
+    Raises: OSError: nothing listens at the port, or the connection is closed.
     """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:

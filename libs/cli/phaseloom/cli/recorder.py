@@ -1,10 +1,10 @@
-"""The decision log of a run, recorded live into `events.jsonl`, one entry a line.
+"""Records the decision log of a run live into `events.jsonl`, one entry per line.
 
     {"sequence": 7, "time_unix_s": 1700000000.123, "event": {"type": "queued_operation", ...}}
 
-The file is the run as the scheduler saw it, and everything in a run's summary and pictures is
-computed from it. Events that came in one append stand on one line. A line is written whole, so a
-file that a crash cut off is readable up to its last newline.
+The file contains the run as the scheduler saw it; a run's summary and pictures are computed from
+it. Events that were appended together share a line. Each line is written at once, so a file cut off
+by a crash is readable up to its last newline.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Recorded(msgspec.Struct, frozen=True):
 
     sequence: int
     time_unix_s: float
-    """When the NATS server stored the entry, by the server's clock."""
+    """Time at which the NATS server stored the entry, by its clock."""
     event: Event
 
 
 class Recorder:
-    """A reader of the decision log that writes each entry to a file, from the first entry on.
+    """Writes each entry of the decision log to a file, from the first entry on.
 
-    Args: path: the file; what it held before is overwritten.
+    Args: path: the file; it is overwritten.
           watch: called with each event after it is written; must not block.
     """
 
@@ -67,12 +67,12 @@ class Recorder:
                     self._advanced.notify_all()
 
     async def drained(self) -> None:
-        """Wait until everything that is in the log now is in the file too."""
+        """Wait until every entry that is in the log now has been written to the file."""
         end = await self._bus.log.end()
         await self.until(lambda: self._sequence >= end)
 
     async def until(self, seen: Callable[[], bool]) -> None:
-        """Wait until the predicate holds. It is asked again after each entry."""
+        """Wait until the predicate holds. It is evaluated after each entry."""
         async with self._advanced:
             await self._advanced.wait_for(seen)
 
@@ -83,19 +83,19 @@ def _parts(entry: Recorded) -> Iterator[Recorded]:
 
 
 def read_events(path: Path) -> list[Recorded]:
-    """The events of an `events.jsonl`, in the log's order.
+    """Return the events of an `events.jsonl`, in the log's order.
 
-    Events that came in one entry all carry the sequence of the entry.
+    Events of one entry all have the sequence of the entry.
 
-    Raises: CallerError: a line is no recorded entry; the message names the line.
+    Raises: CallerError: a line is not a recorded entry; the message names the line.
     """
     return [part for entry in read_entries(path) for part in _parts(entry)]
 
 
 def read_entries(path: Path) -> list[Recorded]:
-    """The entries of an `events.jsonl`, as a scheduler folds them: one may have several events.
+    """Return the entries of an `events.jsonl`. One entry may have several events.
 
-    Raises: CallerError: a line is no recorded entry; the message names the line.
+    Raises: CallerError: a line is not a recorded entry; the message names the line.
     """
     entries: list[Recorded] = []
     with path.open("rb") as file:

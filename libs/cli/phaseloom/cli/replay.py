@@ -1,7 +1,6 @@
-"""`phaseloom replay` makes one HTML file of a run: its timeline, to be moved through in a browser.
+"""`phaseloom replay` writes a run's timeline as one HTML file for a browser.
 
-The file has everything in it and fetches nothing, so it can be sent to somebody or kept with a
-paper.
+The file is self-contained and fetches nothing, so it can be mailed or published.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from phaseloom.console.page import write_replay
 FILE = "replay.html"
 _EVENTS = "events.jsonl"
 _MOST_ROWS = 2_000_000
-"""The most rows that a browser can draw; of a longer run the file has the newest."""
+"""Rows that a browser can still draw. For a longer run, the file has the newest rows."""
 
 
 def replay(
     run: str = "", *, out: Path | None = None, runs: Path = RUNS, console: Console | None = None
 ) -> None:
-    """Make one HTML file of a run that shows its timeline, and needs nothing else.
+    """Write a run's timeline as one self-contained HTML file.
 
     Parameters
     ----------
     run
-        The run, by name or path; without it, the newest. A run of `phaseloom up` must be running,
-        one of `phaseloom demo` has its log in a file.
+        The run, by name or path. Default: the newest. A run of `phaseloom up` must be running; a
+        run of `phaseloom demo` has recorded its log in a file.
     out
-        The file to write; without it, `replay.html` in the run's directory.
+        File to write. Default: `replay.html` in the run's directory.
     runs
-        Folder with the runs' directories.
+        Directory that contains the runs' directories.
     """
     directory = find_run(Path(run) if run else None, runs).resolve()
     recorded = directory / _EVENTS
@@ -56,7 +55,7 @@ def replay(
 def make_replay(title: str, events: Iterable[Recorded], path: Path) -> None:
     """Write the page of a recorded run.
 
-    Raises: CallerError: FAILED_PRECONDITION: nothing has happened in the run.
+    Raises: CallerError: FAILED_PRECONDITION: the run has no events.
     """
     view = View(_MOST_ROWS)
     last_s = 0.0
@@ -74,7 +73,7 @@ def make_replay(title: str, events: Iterable[Recorded], path: Path) -> None:
 
 
 async def _of_live(settings: BusConfig) -> list[Recorded]:
-    """All events that are in a running mesh's decision log now."""
+    """Return all events that are in a running mesh's decision log now."""
     events: list[Recorded] = []
     async with open_bus(settings, "replay") as bus:
         end = await bus.log.end()

@@ -1,5 +1,4 @@
-"""The directory of a run: how it is made, found again, and read for the address of the run's
-mesh."""
+"""The directory of a run: creating it, finding it, and reading the mesh's address from it."""
 
 from __future__ import annotations
 
@@ -23,14 +22,14 @@ log = logging.getLogger(__name__)
 
 RUNS = Path("runs")
 LOCK = "lock"
-"""The file of a run's directory that is locked while its mesh runs."""
+"""Name of the file in a run's directory that is locked while its mesh runs."""
 _BUS_URL = f"{config.PREFIX}BUS_URL"
 
 
 def new_run_dir(runs: Path) -> Path:
-    """Make the directory `runs/<time>`, and let `runs/latest` point to it.
+    """Create the directory `runs/<time>`, and point the link `runs/latest` to it.
 
-    Raises: CallerError: FAILED_PRECONDITION: it cannot be made.
+    Raises: CallerError: FAILED_PRECONDITION: it cannot be created.
     """
     name = time.strftime("%Y%m%d-%H%M%S")
     run_dir = runs / name
@@ -56,7 +55,7 @@ def new_run_dir(runs: Path) -> Path:
 
 
 def _point_at(run_dir: Path) -> None:
-    """Make the link `latest` beside a run point to it."""
+    """Point the link `latest`, next to a run, to the run."""
     partial = run_dir.with_name(f".latest.{os.getpid()}")
     partial.unlink(missing_ok=True)
     partial.symlink_to(run_dir.name)
@@ -64,10 +63,10 @@ def _point_at(run_dir: Path) -> None:
 
 
 def run_to_resume(run: str, runs: Path) -> Path:
-    """The directory of a run that has ended, to resume it.
+    """Return the directory of a run that has ended, to resume it.
 
     Args:   run: its name under `runs`, or a path; empty: the newest.
-    Raises: CallerError: NOT_FOUND: there is none. FAILED_PRECONDITION: the run has not ended.
+    Raises: CallerError: NOT_FOUND: there is no such run. FAILED_PRECONDITION: it has not ended.
     """
     found = find_run(Path(run) if run else None, runs).resolve()
     with held(found):
@@ -76,12 +75,12 @@ def run_to_resume(run: str, runs: Path) -> Path:
 
 @contextmanager
 def held(run_dir: Path) -> Iterator[None]:
-    """Keep every other mesh out of a run's directory within the block.
+    """Lock a run's directory against other meshes within the block.
 
-    The kernel lets go of the directory when this process ends, however it ends. On a file system
-    without locks, or with a directory that nobody may write to, nobody is kept out.
+    The kernel releases the lock when this process ends for any reason. If the file system has no
+    locks, or the directory is not writable, a warning is logged and there is no lock.
 
-    Raises: CallerError: FAILED_PRECONDITION: somebody else has the directory.
+    Raises: CallerError: FAILED_PRECONDITION: another process has locked the directory.
     """
     with ExitStack() as stack:
         try:
@@ -100,7 +99,7 @@ def held(run_dir: Path) -> Iterator[None]:
 
 
 def find_run(run: Path | None, runs: Path = RUNS) -> Path:
-    """The directory of a run.
+    """Return the directory of a run.
 
     Args:   run: its name under `runs`, or a path; None: the newest.
     Raises: CallerError: NOT_FOUND: there is no such directory, or no run at all.
@@ -128,10 +127,9 @@ def find_run(run: Path | None, runs: Path = RUNS) -> Path:
 
 
 def bus_config(run: Path | None) -> BusConfig:
-    """The address of a mesh's bus, and the mesh's own account there.
+    """Return the address of a mesh's bus and the mesh's account there.
 
-    They come from the run that is named. Without a name they come from PHASELOOM_BUS_… where that
-    is set, else from the newest run.
+    Without a run, they come from PHASELOOM_BUS_… if that is set, otherwise from the newest run.
 
     Raises: CallerError: there is no run, or its credentials cannot be read.
     """
@@ -151,7 +149,7 @@ def bus_config(run: Path | None) -> BusConfig:
 
 @asynccontextmanager
 async def open_bus(settings: BusConfig, name: str) -> AsyncIterator[Bus]:
-    """A connection to the mesh's bus, closed at the end of the block.
+    """Connect to the mesh's bus within the block.
 
     Args: name: the connection's name in the server's list.
     """

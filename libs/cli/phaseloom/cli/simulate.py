@@ -1,4 +1,4 @@
-"""`phaseloom simulate` runs the scheduler's own code on a workload, under a virtual clock."""
+"""`phaseloom simulate` runs the scheduler's code on a workload, under a virtual clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     OptionsT = TypeVar("OptionsT", bound=Options)
 
 FILE_WIDTH = 240
-"""Characters in a line of a table that is written to a file or a pipe."""
+"""Width of a table that is written to a file or a pipe, in characters."""
 
 
 def simulate(
@@ -31,24 +31,24 @@ def simulate(
     out: Path = Path("runs/simulate"),
     processes: int = 0,
 ) -> None:
-    """Compare placement policies on a workload of your own.
+    """Compare placement policies on your own workload.
 
-    The table is printed, and workload.json and workload.png are written to a folder.
+    Prints a table, and writes workload.json and workload.png to a directory.
 
     Parameters
     ----------
     scenario
-        Name of a figure of a paper. Answers with the command that runs it in a clone.
+        Name of a paper's figure. Prints the command that runs it in a clone of the repository.
     policy
-        Run this placement policy only; may be given several times.
+        Run only this placement policy; repeat it for several.
     seed
-        Run with this seed instead of 0; may be given several times.
+        Run with this seed instead of 0; repeat it for several.
     workload
-        CSV file with one job a line; docs/simulator.md describes its columns.
+        CSV file with one job per line; docs/simulator.md describes its columns.
     out
-        Folder for the results.
+        Directory for the results.
     processes
-        Number of runs at once; 0: one on each core.
+        Number of parallel runs; 0: one per core.
     """
     from phaseloom.simulator.comparison import workload as comparison
     from phaseloom.simulator.comparison.cases import Options

@@ -1,9 +1,9 @@
-"""`phaseloom measure-slowdown`: what each kind of work loses with a share of a device.
+"""`phaseloom measure-slowdown` measures how much slower work runs on a part of a device.
 
-Two processes of the worker, each with the backends of a small job, run every kind of sub-stage
-alone on the whole device and on each share of it, and beside every other kind, on cores of their
-own. A round measures all of it once; ratios are taken within a round, since a machine is not always
-as fast, and the table has their medians.
+Two processes of the worker, each with the backends of a small job, run every kind of sub-stage:
+alone on the whole device, alone on each share of it, and next to every other kind, on separate
+cores. A round measures everything once. Ratios are computed within a round, because the speed of a
+machine varies over time; the table has their medians.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ from phaseloom.common.process.slowdowns import SUB_STAGES, MeasureRequest, Measu
 
 WARM_UP_S = 0.1
 WIDE = 1.25
-"""The ratio of the greatest slowdown to the least, over the rounds, that tells of other work."""
+"""If the greatest slowdown exceeds the least by this factor over the rounds, another program
+disturbed the measurement."""
 MANY_UNITS = 4
-"""Up to so many units every share is measured, above it quarters and one unit."""
+"""With up to this many units, measure every share; with more, quarters and a single unit."""
 
 
 @dataclass
 class Round:
-    """The seconds of a call, measured once for everything."""
+    """Seconds per call, for everything that one round measures."""
 
     alone: dict[tuple[str, int], float] = field(default_factory=dict)
-    """By kind and number of units."""
+    """(kind, number of units) → seconds."""
     beside: dict[tuple[str, int, str], float] = field(default_factory=dict)
-    """By kind and number of units, and the kind that had the rest of the device."""
+    """(kind, its number of units, kind on the remaining units) → seconds."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Something to measure: a kind on the first units and, perhaps, another on the rest."""
+    """One measurement: a kind on the first units and, if named, another on the remaining ones."""
 
     kind: str
     count: int
@@ -67,23 +68,23 @@ def measure_slowdown(
     out: Path = Path("slowdowns.json"),
     console: Console | None = None,
 ) -> None:
-    """Measure how much slower each kind of work is with a share of a device, and beside another.
+    """Measure how much slower each kind of work runs on a part of a device, and next to other work.
 
-    It takes about 20 seconds a round on two cores; let nothing else run meanwhile. The file is what
-    `phaseloom up --slowdowns` takes, and `python -m loadtest simulate jigsaw-... --slowdowns`.
+    A round takes about 20 seconds on two cores; run nothing else meanwhile. The option
+    `--slowdowns` of `phaseloom up` and of `python -m loadtest simulate jigsaw-…` reads the file.
 
     Parameters
     ----------
     cores
-        The cores of the device, as `cores_per_device` of a node.
+        Cores of the device, as `cores_per_device` of a node.
     rounds
-        How often everything is measured.
+        Number of times that everything is measured.
     seconds
-        How long each measurement takes; longer ones for larger models.
+        Length of each measurement; use longer ones for larger models.
     config
-        A model's config.json. Without it: a model of 0.8 million parameters.
+        A model's config.json. Default: a model of 0.8 million parameters.
     out
-        The file to write.
+        File to write.
     """
     console = console or Console(highlight=False)
     _check(cores, rounds, seconds, config, out)
@@ -112,9 +113,9 @@ def measure_slowdown(
 
 
 def _check(cores: int, rounds: int, seconds: float, config: Path | None, out: Path) -> None:
-    """Refuse what would fail only after minutes of measuring.
+    """Refuse arguments that would otherwise fail only after minutes of measuring.
 
-    Raises: CallerError: it names the parameter.
+    Raises: CallerError: an argument is invalid; `field` names it.
     """
     num_cores = len(os.sched_getaffinity(0))
     if not 2 <= cores <= num_cores:
@@ -151,20 +152,21 @@ def _check(cores: int, rounds: int, seconds: float, config: Path | None, out: Pa
 
 
 def counts_of(units: int) -> list[int]:
-    """The numbers of units whose share is measured, the whole device last."""
+    """Return the numbers of units to measure, the whole device last."""
     if units <= MANY_UNITS:
         return [*range(1, units + 1)]
     return sorted({1, units // 4, units // 2, 3 * units // 4, units})
 
 
 def splits_of(units: int) -> list[int]:
-    """The numbers of units that the first of two may have; the second has the rest."""
+    """Return the numbers of units for the first of two kinds; the second gets the remaining
+    ones."""
     counts = counts_of(units)
     return [count for count in counts if units - count in counts]
 
 
 def steps(units: int) -> list[Step]:
-    """All that is measured in a round."""
+    """Return all measurements of a round."""
     alone = [Step(kind, count) for kind in SUB_STAGES for count in counts_of(units)]
     beside = [
         Step(kind, count, other)
@@ -176,7 +178,7 @@ def steps(units: int) -> list[Step]:
 
 
 def table_of(rounds: Sequence[Round], units: int, source: str) -> SlowdownTable:
-    """The medians of the rounds' ratios."""
+    """Return the medians of the rounds' ratios."""
     kinds = {}
     for kind in SUB_STAGES:
         found = {
@@ -205,7 +207,7 @@ def _spread(ratios: Sequence[float]) -> tuple[float, float]:
 
 
 def disturbed(table: SlowdownTable) -> Iterator[tuple[str, tuple[float, float]]]:
-    """The kinds whose rounds differ by more than a machine at rest explains, with the spread."""
+    """Yield kinds whose rounds differ too much for an idle machine, with their spread."""
     for name, kind in table.kinds.items():
         for least, most in kind.spread.values():
             if most > WIDE * least:
@@ -214,7 +216,7 @@ def disturbed(table: SlowdownTable) -> Iterator[tuple[str, tuple[float, float]]]
 
 
 def tables(table: SlowdownTable) -> Iterator[Table]:
-    """The table for people: slowdowns by share, then what two kinds get done side by side."""
+    """Yield tables to print: slowdowns by share, then the throughput of two kinds side by side."""
     shares = sorted(next(iter(table.kinds.values())).shares)
     alone = Table("slowdown alone", *(f"{share:.0%}" for share in shares))
     for name, kind in table.kinds.items():
@@ -232,7 +234,7 @@ def _shown(slowdown: float, spread: tuple[float, float] | None) -> str:
 
 
 class _Worker:
-    """A process that measures, by lines of JSON."""
+    """A measuring process that exchanges lines of JSON with this one."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdin is not None
@@ -246,10 +248,10 @@ class _Worker:
         self._stdin.flush()
 
     def answer(self) -> MeasureResult:
-        """The process's next answer.
+        """Return the process's next answer.
 
-        Raises: CallerError: the model cannot be run. InternalError: the process has ended; what it
-                said is on standard error.
+        Raises: CallerError: the model cannot be run. InternalError: the process has ended; the
+                reason is on standard error.
         """
         line = self._stdout.readline()
         if not line:
@@ -271,7 +273,7 @@ def _worker(cores: int, config: Path | None) -> Iterator[_Worker]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        # A terminal's Ctrl-C is for this process, which ends them.
+        # Keeps a terminal's Ctrl-C away: this process ends the workers.
         start_new_session=True,
     ) as process:
         try:
@@ -291,7 +293,7 @@ def _measure(both: Sequence[_Worker], step: Step, cores: int, seconds: float, in
     both[1].ask(MeasureRequest(step.other, rest, from_s, until_s))
     first, second = both[0].answer().seconds, both[1].answer().seconds
     into.beside[step.kind, len(mine), step.other] = first
-    # Where both are the same with as many units, the second one tells nothing new.
+    # If both have the same kind and number of units, the second adds no information.
     into.beside.setdefault((step.other, len(rest), step.kind), second)
 
 
@@ -304,7 +306,7 @@ def _source(cores: int, rounds: int, config: Path | None) -> str:
 
 
 def _processor() -> str:
-    """The processor's name, as Linux tells it."""
+    """Return the processor's name as Linux reports it."""
     names = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()

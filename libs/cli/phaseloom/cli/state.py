@@ -1,4 +1,4 @@
-"""`phaseloom state` shows which state lies where on each node, and how big it is."""
+"""`phaseloom state` shows what state each node holds, where, and how large it is."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def state(
     json: bool = False,
     console: Console | None = None,
 ) -> int:
-    """Show which deployments and weights versions lie in device memory, host memory and NVMe.
+    """Show which deployments and weights versions are in device memory, host memory and on NVMe.
 
-    The exit code is 1 where a node did not answer.
+    The exit code is 1 if a node did not answer.
 
     Parameters
     ----------
     node
-        Show this node only.
+        Show only this node.
     run
         As for `phaseloom jobs`.
     json
-        Print one JSON object for each node instead of tables.
+        Print one JSON object per node instead of tables.
     """
     reports = uvloop.run(_ask(bus_config(run), node))
     target = console or Console()
@@ -61,9 +61,9 @@ def state(
 
 
 async def _ask(settings: BusConfig, node: str) -> dict[str, StatusReport | PhaseloomError]:
-    """Ask one node, or all that are up, for the state that it holds.
+    """Request the reports of one node, or of all nodes that are up.
 
-    Raises: CallerError: NOT_FOUND: there is no such node, or it is down.
+    Raises: CallerError: NOT_FOUND: the node does not exist or is down.
     """
     async with open_bus(settings, "state") as bus:
         nodes = await nodes_up(bus)
@@ -88,7 +88,7 @@ async def _report(bus: Bus, node: str) -> StatusReport | PhaseloomError:
 
 
 def headline(node: str, report: StatusReport) -> str:
-    """The used part of each of a node's tiers, in one line."""
+    """Format the usage of each of a node's tiers in one line."""
     devices = [
         f"device {number}: {_of(used, budget)}"
         for number, (used, budget) in enumerate(
@@ -108,8 +108,7 @@ def headline(node: str, report: StatusReport) -> str:
 
 
 def _sharing(report: StatusReport) -> list[str]:
-    """The bytes that the owners would hold without sharing, and the bytes that are held, as
-    text."""
+    """Format the bytes that owners would use without sharing, and the bytes in use."""
     if not report.held_bytes:
         return []
     ratio = report.owned_bytes / report.held_bytes
@@ -120,7 +119,7 @@ def _sharing(report: StatusReport) -> list[str]:
 
 
 def tables(report: StatusReport) -> list[Table]:
-    """Tables of deployments, weights versions and shared copies; empty ones are left out."""
+    """Return tables of deployments, weights versions and shared copies, without empty ones."""
     columns = ("inc.", "seq", "device", "host", "NVMe", "never on a device", "shared")
     deployments = Table(_names("deployment"), *columns, box=None)
     for deployment in report.deployments:
@@ -154,15 +153,12 @@ def tables(report: StatusReport) -> list[Table]:
 
 
 def _names(header: str) -> Column:
-    """A column of names, which are folded and never cut: two names may begin alike."""
+    """Return a column that folds long names instead of cutting them: two may begin alike."""
     return Column(header, overflow="fold")
 
 
 def _named(copy: SharedCopyState) -> str:
-    """The name of a shared copy: its version, its base, or the beginning of its hash.
-
-    `--json` has the whole hash.
-    """
+    """Name a shared copy by its version, its base, or the beginning of its hash."""
     if copy.version is not None:
         return str(copy.version)
     known = copy.hash[:_HASH_CHARS] or "not hashed"
@@ -170,15 +166,14 @@ def _named(copy: SharedCopyState) -> str:
 
 
 def _users(copy: SharedCopyState) -> list[str]:
-    """Each user once, with the number of its ranks if it has several."""
+    """List each user once, with its number of ranks if it has several."""
     return [
         user if number == 1 else f"{user} ×{number}" for user, number in Counter(copy.users).items()
     ]
 
 
 def _on_device(deployment: DeploymentState) -> str:
-    """The bytes of a deployment's state on devices, and of the scratch memory beside it, as
-    text."""
+    """Format the bytes of a deployment's state on devices, plus those of its scratch memory."""
     scratch = f" + {_size(deployment.scratch_bytes)}" if deployment.scratch_bytes else ""
     return _size(deployment.device_bytes) + scratch
 

@@ -1,10 +1,9 @@
-"""The check of a run's store before anything is decided on it, and the recovery after a loss.
+"""Checks a run's store before anything is decided on it, and recovers from a loss.
 
-A NATS server starts with whatever its files hold: it cuts a damaged block off, skips a damaged
-entry, and goes on from an older copy, all without a word. Other places say what the store must
-have: the decision log's entries are numbered without gaps, the scheduler's snapshot names the entry
-that it was taken at, each node has a mark of how far the log had come, and the run has one for
-every stream.
+A NATS server starts with any content of its files. Without any message, it drops a damaged block,
+skips a damaged entry, or continues from an older copy. Other records show what the store must
+contain: the decision log's entries are numbered without gaps, the scheduler's snapshot names its
+log entry, each node keeps a mark of the log's end, and the run keeps one for every stream.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ from phaseloom.scheduler.snapshots import Snapshots
 log = logging.getLogger(__name__)
 
 MARKS = "store-marks.json"
-"""The name of the file in a run's directory that has the newest sequence of each stream."""
+"""Name of the file in a run's directory that records the newest sequence of each stream."""
 _KEEP_EVERY_S = 1.0
 _LAG_PAUSE_S = 0.2
 _SESSIONS_SKIPPED = 2**20
-"""More sessions than any job has opened since an older copy of the store was made."""
+"""More sessions than any job can have opened since an older copy of the store was made."""
 
 
 class StoreMarks:
-    """How far each stream of a run has come, kept on disk beside the store.
+    """The newest sequence of each stream of a run, recorded on disk next to the store.
 
-    A mark may lag behind its stream by a second; it is never ahead of it.
+    A mark may lag behind its stream by a second, but is never ahead of it.
     """
 
     def __init__(self, file: Path) -> None:
-        """Raises: ResourceError: DATA_LOSS: the file is there and cannot be read."""
+        """Raises: ResourceError: DATA_LOSS: the file exists but cannot be read."""
         self._file = file
         self._known: dict[str, int] = {}
         if file.is_file():
@@ -63,14 +62,14 @@ class StoreMarks:
                 ) from error
 
     async def check(self, bus: Bus) -> None:
-        """Compare the streams with their marks, and advance these.
+        """Compare the streams with their marks, and advance the marks.
 
         Raises: ResourceError: DATA_LOSS: a stream has lost its newest messages.
         """
         sure_at_s = time.monotonic() + bus.lag_s
         while True:
             found = await self._ends(bus)
-            # Of the log it is told how much is lost of what was decided: of it first.
+            # The decision log goes first: its error says how many decisions are lost.
             in_order = sorted(self._known.items(), key=lambda each: each[0] != SCHED)
             behind = [(s, known, found[s]) for s, known in in_order if found[s] < known]
             if not behind:
@@ -83,7 +82,7 @@ class StoreMarks:
             self._known = found
 
     async def _ends(self, bus: Bus) -> dict[str, int]:
-        """The newest sequence of each stream that there is, and 0 of those that are gone.
+        """Return the newest sequence of each stream, or 0 if it no longer exists.
 
         Raises: nats.errors.Error: a stream has no leader now, or the server does not answer.
         """
@@ -93,16 +92,16 @@ class StoreMarks:
             if info.config.storage == StorageType.FILE
         }
         for stream in self._known.keys() - ends.keys():
-            try:  # a stream without a leader is in no list
+            try:  # the list omits streams without a leader
                 ends[stream] = (await bus.js.stream_info(stream)).state.last_seq
             except NotFoundError:
                 ends[stream] = 0
         return ends
 
     async def keep(self, bus: Bus) -> None:
-        """Check the streams and advance their marks, again and again, until cancelled.
+        """Check the streams and advance their marks every second, until cancelled.
 
-        Raises: ResourceError: DATA_LOSS: a stream has lost its newest messages meanwhile.
+        Raises: ResourceError: DATA_LOSS: a stream has lost its newest messages.
         """
         is_told = False
         while True:
@@ -132,7 +131,7 @@ def _went_back(stream: str, known: int, end: int) -> ResourceError:
 
 
 def newest_mark(nodes: Path) -> int:
-    """The newest sequence of the decision log that a node of a run has recorded; 0: none has.
+    """Return the newest sequence of the decision log that a node has recorded, or 0.
 
     Args: nodes: the directory with one directory for each node's state.
     """
@@ -142,18 +141,18 @@ def newest_mark(nodes: Path) -> int:
 async def check_when_up(bus: Bus, marks: StoreMarks, known: int) -> LogExtent:
     """Check the streams and the store of servers that have just started.
 
-    Those that replicate streams are a while about it, and answer nothing until then.
+    Retries until they answer: servers that replicate streams need a while to elect leaders.
 
-    Args, returns, raises: as of `check_store`, and of `StoreMarks.check`.
+    Args, returns, raises: as for `check_store` and `StoreMarks.check`.
     """
     await until_done(partial(marks.check, bus), "check the streams")
     return await until_done(partial(check_store, bus, known), "check the store")
 
 
 async def check_store(bus: Bus, known: int = 0) -> LogExtent:
-    """Check that the decision log is whole and as long as it was, and that keys can be read.
+    """Check that the decision log is complete and that all keys can be read.
 
-    Args:    known: a sequence that the log has had.
+    Args:    known: a sequence that the log once had.
     Returns: the extent of the log.
     Raises:  ResourceError: DATA_LOSS: something is lost; the message says what.
     """
@@ -180,7 +179,7 @@ async def check_store(bus: Bus, known: int = 0) -> LogExtent:
 async def _check_keys(bus: Bus, bucket: Bucket) -> None:
     """Check that the server can read every key of a bucket.
 
-    Raises: ResourceError: DATA_LOSS: it lists a key whose value it cannot read.
+    Raises: ResourceError: DATA_LOSS: the server lists a key but cannot read its value.
     """
     for key in await bus.keys.names(bucket):
         if await bus.keys.get_raw(bucket, key) is None:
@@ -194,8 +193,8 @@ async def _check_keys(bus: Bus, bucket: Bucket) -> None:
 async def end_sessions(bus: Bus) -> int:
     """End the session of every job, so that its controller must attach again.
 
-    A controller that has outlived its store knows of operations that the store does not have. It is
-    refused (ABORTED), and learns from `attach` where the job is.
+    A controller may know of operations that an older store does not have. Its requests are refused
+    (ABORTED), and `attach` tells it where the job stands.
 
     Returns: the number of jobs that had a session.
     """
@@ -212,13 +211,13 @@ async def end_sessions(bus: Bus) -> int:
 
 
 def set_aside(run_dir: Path) -> list[Path]:
-    """Move away all that the nodes of a run have of its jobs, and forget how far streams had come.
+    """Move the state of a run's nodes aside, and delete the marks of its streams.
 
-    Seals and weights versions that are newer than the store would be mistaken for those that the
-    store will make under the same names. Without them the nodes are like nodes that have lost their
-    disks: jobs fall back to their checkpoints.
+    Seals and weights versions that are newer than the store would be confused with those that jobs
+    will write again under the same names. Without its state, a node is like one that has lost its
+    disk: jobs fall back to their checkpoints.
 
-    Returns: where the nodes' directories are now.
+    Returns: the new paths of the nodes' directories.
     """
     (run_dir / MARKS).unlink(missing_ok=True)
     place = run_dir / f"set-aside-{time.strftime('%Y%m%d-%H%M%S')}"

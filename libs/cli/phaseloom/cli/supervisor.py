@@ -1,12 +1,12 @@
-"""A whole mesh on this machine: nats-server and every service as child processes, kept running.
+"""A whole mesh on this machine: the NATS server and every service as supervised child processes.
 
     async with Mesh(MeshConfig(), Path("runs/mine")) as mesh:
         await mesh.ready()
 
-A child that ends is started again, with exponential back-off, a warning and an event. Leaving the
-block stops everything in bounded time: the agents first, while the services that they report to
-still run, and the server last. If this process is killed instead, the kernel kills its children
-(see `diewithparent`), and ranks end with their agent.
+A child that ends is restarted with exponential back-off, a warning and a notice. Leaving the block
+stops everything in bounded time: the agents first, while the services that they report to still
+run, and the server last. If this process is killed instead, the kernel kills its children (see
+`diewithparent`), and ranks end with their agent.
 
 The run directory gets `logs/<service>.log`, `spans/`, `nats/` (the server's store),
 `credentials.json` and `certificates/` (readable to their owner only), `settings.json`, `mesh.json`
@@ -65,18 +65,17 @@ log = logging.getLogger(__name__)
 
 NATS = "nats"
 _STOP_TIMEOUT_S = 12.0
-"""Seconds for a child to stop: more than a service's own bound, after which the service exits
-hard."""
+"""Longer than the time after which a stopping service exits by force."""
 _READY_TIMEOUT_S = 60.0
 _ROOM_PAUSE_S = 0.5
 _FULL_BYTES = 2**20
-"""The disk of a NATS server's store counts as full with less than this left."""
+"""The disk of a NATS server's store counts as full with less free space than this."""
 _ROOM_BYTES = 2**26
-"""A disk that was full counts as one with room with at least this left."""
+"""A full disk counts as usable again with at least this much free space."""
 
 
 class Mesh:
-    """A mesh that runs between entering and leaving this context manager, once."""
+    """A mesh that runs while this context manager is entered. Each instance runs once."""
 
     def __init__(
         self,
@@ -86,12 +85,12 @@ class Mesh:
         accepts_loss: bool = False,
         servers: EmbeddedServer | EmbeddedEnsemble | None = None,
     ) -> None:
-        """A mesh in this run directory.
-
-        Args: accepts_loss: whether to go on with a store that has lost its newest messages; jobs
+        """
+        Args: run_dir: created if it does not exist; the mesh locks it while it runs.
+              accepts_loss: whether to continue with a store that has lost its newest messages; jobs
                   then fall back to their checkpoints.
-              servers: the NATS servers, which this mesh starts and stops; None: as `servers_of`
-                  makes them.
+              servers: the NATS servers, which this mesh starts and stops; None: those of
+                  `servers_of`.
         """
         config.check()
         self.config = config
@@ -104,17 +103,17 @@ class Mesh:
             credentials_file=self.run_dir / "credentials.json",
         )
         self.metrics_ports: dict[str, int] = {}
-        """The port of each service's `http://127.0.0.1:<port>/metrics`; empty without
+        """Port of each service's `http://127.0.0.1:<port>/metrics`; empty without
         `config.metrics`."""
         self._agents = {f"worker-{node.name}": node.name for node in config.nodes}
-        """By agent its node."""
+        """Process name of an agent → its node."""
         self._children: list[Child] = []
         self._stack = AsyncExitStack()
         self._supervising: asyncio.Task[None] | None = None
         self._bus: Bus | None = None
         self._marks: StoreMarks | None = None
         self._begins_at = 1
-        """The sequence of the decision log at which this mesh begins."""
+        """Sequence of this mesh's first entry in the decision log."""
 
     @property
     def url(self) -> str:
@@ -125,7 +124,7 @@ class Mesh:
         return self.servers.credentials
 
     def console_url(self, tenant: str = "") -> str:
-        """The address of the console, with the key of a tenant or, without one, an operator's."""
+        """Return the console's URL, with the key of a tenant, or of the operator by default."""
         credentials = self.credentials
         password = credentials.tenants[tenant] if tenant else credentials.password
         return f"http://127.0.0.1:{self.config.console_port}/?key={console_key(password)}"
@@ -145,7 +144,7 @@ class Mesh:
             self._bus = await Bus.open(self.credentials.bus, "supervisor")
             stack.push_async_callback(self._bus.close)
             self._marks = await self._checked(self._bus)
-            # An earlier run in this directory has told of its nodes, too.
+            # Entries of an earlier run in this directory also report nodes as up.
             self._begins_at = await until_done(self._bus.log.end, "the log's end") + 1
             await self._register_models(self._bus)
             specs = child_specs(
@@ -168,10 +167,10 @@ class Mesh:
         await self._stack.aclose()
 
     async def _checked(self, bus: Bus) -> StoreMarks:
-        """Check the store before anything is decided on it. Returns: its marks.
+        """Check the store before anything is decided on it, and return its marks.
 
-        Raises: ResourceError: DATA_LOSS: the store has lost something, and may not or cannot be
-                used.
+        Raises: ResourceError: DATA_LOSS: the store has lost something. With `accepts_loss`, only if
+                the store cannot be used at all.
         """
         try:
             marks = StoreMarks(self.run_dir / MARKS)
@@ -188,15 +187,16 @@ class Mesh:
         return marks
 
     async def _register_models(self, bus: Bus) -> None:
-        """Register the models of the configuration. Raises: CallerError: a directory is no
-        model's."""
+        """Register the models of the configuration.
+
+        Raises: CallerError: a directory is not a model directory.
+        """
         for name, directory in self.config.models.items():
             model = await asyncio.to_thread(read_model, name, Path(directory))
             await register(bus, model, replaces=True)
 
     async def wait(self) -> None:
-        """Wait for as long as the mesh runs. Raises: the error that made supervising it
-        impossible."""
+        """Wait while the mesh runs. Raises the error that ended its supervision, if any."""
         assert self._supervising is not None
         await asyncio.shield(self._supervising)
 
@@ -204,7 +204,7 @@ class Mesh:
         """Wait until every node is in the decision log, and the scheduler, a router, the gateway
         and the console answer.
 
-        Raises: ResourceError: that took longer than the timeout; the message says what is missing.
+        Raises: ResourceError: the timeout has passed; the message says what is missing.
         """
         assert self._bus is not None
         readiness = Readiness(self._bus, self.config, self.credentials, self._begins_at)
@@ -220,8 +220,8 @@ class Mesh:
             ) from None
 
     def pids(self, service: str = "") -> list[int]:
-        """The process ids of a service (`router`), of one replica (`router-0`), or of the server
-        (`nats`; of three: `nats-1` and so on). Without a name: all."""
+        """Return the process ids of a service (`router`), of one replica (`router-0`), or of the
+        server (`nats`, or `nats-1` to `nats-3`). Without a name: all."""
         found = [
             child.process.pid
             for child in self._children
@@ -237,12 +237,12 @@ class Mesh:
         """Send a signal to a service's processes, as a crash or an operator would."""
         pids = self.pids(service)
         for pid in pids:
-            with suppress(ProcessLookupError):  # it has just ended by itself
+            with suppress(ProcessLookupError):  # it has just ended
                 os.kill(pid, number)
         return pids
 
     def lose(self, node: str) -> None:
-        """Kill a node's processes for good, as when a machine fails."""
+        """Kill a node's processes and do not restart them, as if the machine had failed."""
         for child in self._children:
             if child.spec.name in (f"worker-{node}", f"statemgr-{node}"):
                 child.kill()
@@ -266,14 +266,14 @@ class Mesh:
             marks.cancel()
 
     async def _keep_marks(self) -> None:
-        """Keep the marks of streams up to date, and end the mesh where a restarted server has lost
+        """Keep the marks of streams up to date. Ends the mesh if a restarted server has lost
         messages."""
         assert self._bus is not None
         assert self._marks is not None
         await self._marks.keep(self._bus)
 
     async def _keep_server(self, name: str, server: EmbeddedServer) -> None:
-        """Keep a server running until the task is cancelled; clients reconnect by themselves."""
+        """Restart a server whenever it ends, until cancelled; clients reconnect by themselves."""
         failures = 0
         while True:
             started_s = time.monotonic()
@@ -293,9 +293,9 @@ class Mesh:
             await self._tell(name, str(ended))
 
     async def _keep_room(self, name: str, server: EmbeddedServer) -> None:
-        """Tell when the disk of a server's store is full, and restart the server once it is not.
+        """Report when the disk of a server's store is full, and restart the server afterwards.
 
-        A server that could not write takes nothing more, also when there is room again.
+        A server that failed to write accepts nothing more until its restart, even with free space.
         """
         is_full = False
         while True:
@@ -303,7 +303,7 @@ class Mesh:
             try:
                 free = shutil.disk_usage(server.store).free
             except OSError:
-                continue  # the server says itself what it lacks; the mesh must not end for this
+                continue  # the server reports the problem itself; it must not end the mesh
             if not is_full and free < _FULL_BYTES:
                 is_full = True
                 full = ResourceError(
@@ -321,7 +321,7 @@ class Mesh:
                     os.kill(server.pid, signal.SIGTERM)
 
     async def _stop(self) -> None:
-        """Stop the agents first, so that ranks end and permits are handed back, then the rest."""
+        """Stop the agents first, so that ranks end and permits are returned, then the others."""
         assert self._supervising is not None
         agents = [c for c in self._children if _is_named(c.spec.name, "worker")]
         others = [c for c in self._children if c not in agents]
@@ -339,7 +339,7 @@ class Mesh:
         if name in self._agents:
             assert self._bus is not None
             try:
-                # Its ranks have ended with it: the next one need not wait for its lease.
+                # Its ranks have ended with it, so its successor need not wait for its lease.
                 await delete_dead_lease(self._bus, node_lease_key(self._agents[name]))
             except (NatsError, NatsTimeoutError) as error:
                 log.warning("the lease of %s stays until it expires: %r", name, error)
@@ -348,13 +348,13 @@ class Mesh:
         assert self._bus is not None
         try:
             await self._bus.notice("supervisor", what, why, about)
-        except (NatsError, NatsTimeoutError) as error:  # the server is what the notice is about
+        except (NatsError, NatsTimeoutError) as error:  # the notice may be about the server itself
             log.warning("the notice could not be published: %r", error)
 
     def _write_state(self) -> None:
         pids = {c.spec.name: c.process.pid for c in self._children if c.process}
         for name, server in self.servers.members.items():
-            if server.is_running:  # a child may start again while the server is away
+            if server.is_running:  # a child may restart while the server is down
                 pids[name] = server.pid
         state = {
             "url": self.url,
@@ -368,16 +368,15 @@ class Mesh:
         content = msgspec.json.format(msgspec.json.encode(state)) + b"\n"
         try:
             replace_file(self.run_dir / "mesh.json", content, 0o644)
-        except OSError as error:  # the disk is full: what runs goes on
+        except OSError as error:  # the disk is full; the mesh continues
             log.warning("mesh.json of %s could not be updated: %s", self.run_dir, error.strerror)
 
 
 def socket_directory(run_dir: Path, nodes: Iterable[str]) -> Path:
-    """A new directory for the nodes' Unix sockets.
+    """Create a directory for the nodes' Unix sockets.
 
-    It is in the run directory, so that nothing stays behind elsewhere even after SIGKILL. Where
-    that path is too long (a socket's path has at most 107 bytes), it is in the system's temporary
-    directory.
+    It is in the run directory, so that nothing remains elsewhere even after SIGKILL. If that path
+    is too long (a socket's path has at most 107 bytes), it is in the system's temporary directory.
     """
     longest = max(len(f"agent-{node}.sock".encode()) for node in nodes)
     own = run_dir / "s"

@@ -1,7 +1,7 @@
-"""`phaseloom top` shows what the mesh does, as a live table.
+"""`phaseloom top` shows the state of the mesh as a live table.
 
-It reads the decision log, the jobs' views in KV, and the notices, and delays nobody. Rates and
-shares are those of the operations and switches that ended in the last `WINDOW_S` seconds.
+It only reads: the decision log, the jobs' views in KV, and the notices. Rates and shares cover the
+operations and switches that ended in the last `WINDOW_S` seconds.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def top(*, run: Path | None = None, once: bool = False, console: Console | None 
     Parameters
     ----------
     run
-        The run: its directory, or its name under runs/. Without it: PHASELOOM_BUS_URL, _USER and
-        _PASSWORD where they are set, else the newest run under runs/.
+        Directory of the run, or its name under runs/. Default: the mesh that PHASELOOM_BUS_URL,
+        _USER and _PASSWORD name if they are set, otherwise the newest run under runs/.
     once
-        Print the table once and exit. In a file or a pipe it is as wide as it needs.
+        Print the table once and exit; to a file or a pipe, in its full width.
     """
     with suppress(KeyboardInterrupt):
         uvloop.run(_top(bus_config(run), once, console or Console()))
@@ -66,12 +66,12 @@ async def _top(settings: BusConfig, once: bool, console: Console) -> None:
 
 
 def show(dashboard: Dashboard, now_s: float, console: Console) -> None:
-    """Print the dashboard once. Where stdout is no terminal, nothing is cropped or folded."""
+    """Print the dashboard once; to a file or a pipe, in its full width."""
     print_whole(console, dashboard.render(now_s))
 
 
 async def catch_up(bus: Bus, dashboard: Dashboard) -> None:
-    """Feed the dashboard with everything that the bus has now."""
+    """Feed the dashboard everything that is on the bus now."""
     end = await bus.log.end()
     if end:
         async with aclosing(bus.log.read_entries()) as entries:
@@ -125,13 +125,13 @@ async def _follow_notices(bus: Bus, dashboard: Dashboard) -> None:
 
 @dataclass(slots=True)
 class Dashboard:
-    """The present state of the mesh, and its tables."""
+    """The present state of the mesh, and tables of it."""
 
     _activity: Activity = field(default_factory=Activity)
     _executions: deque[Execution] = field(default_factory=deque)
     _switches: deque[Switch] = field(default_factory=deque)
     _devices: dict[str, int] = field(default_factory=dict)
-    """The number of devices of each node that is up."""
+    """Node that is up → its number of devices."""
     _views: dict[JobKey, JobStatus] = field(default_factory=dict)
     _notices: deque[Notice] = field(default_factory=lambda: deque(maxlen=NUM_NOTICES))
     _num_operations: int = 0
@@ -163,7 +163,7 @@ class Dashboard:
         self._notices.append(notice)
 
     def render(self, now_s: float) -> Group:
-        """The dashboard as it is shown now."""
+        """Return the dashboard's tables as of now."""
         self._forget(now_s)
         return Group(
             Text(self._heading(), "bold"),
@@ -232,7 +232,7 @@ class Dashboard:
         return table
 
     def _busy_s(self, node: str, now_s: float) -> float:
-        """The seconds of the window in which the node's devices ran an operation."""
+        """Return the device seconds within the window in which the node ran operations."""
         return sum(
             min(seconds, execution.end_s - (now_s - WINDOW_S))
             for execution in self._executions

@@ -40,7 +40,7 @@ def trace(operation: str, /, *, run: Path | None = None, console: Console | None
     operation
         `<tenant>.<job>.<deployment>.<seq>`.
     run
-        The run: its directory, or its name under runs/. Without it: the newest.
+        Directory of the run, or its name under runs/. Default: the newest.
     """
     parse_operation_key(operation)
     directory = find_run(run) / "spans"
@@ -57,7 +57,7 @@ def trace(operation: str, /, *, run: Path | None = None, console: Console | None
 
 
 def render(operation: str, rows: Sequence[SpanRow], width: int) -> Text:
-    """The waterfall as text, `width` characters wide; all bars share one time scale."""
+    """Return the waterfall as text, `width` characters wide, with one time scale for all bars."""
     begin_ns = min(row.span.start_unix_ns for row in rows)
     whole_ns = max(row.span.end_unix_ns for row in rows) - begin_ns
     kind = next((k for row in rows if (k := row.span.attributes.get("kind"))), "operation")
@@ -81,9 +81,9 @@ def render(operation: str, rows: Sequence[SpanRow], width: int) -> Text:
 
 
 def bar(begin: int, end: int, whole: int, cells: int) -> str:
-    """A bar from `begin` to `end` on a scale of `whole`, with its end on an eighth of a cell.
+    """Return a bar from `begin` to `end` on a scale of `whole`, precise to an eighth of a cell.
 
-    A bar that would be too short to see is drawn an eighth of a cell long.
+    A bar is at least an eighth of a cell long, so that it is visible.
     """
     if whole <= 0:
         return _EIGHTHS[8]

@@ -34,7 +34,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _overriding(field: str, kind: type[Struct] = MeshConfig, *, unless: str = "") -> Parameter:
-    """Document an option by the mesh file's setting that it stands for."""
+    """Document an option with the text of the mesh file's setting that it overrides."""
     return Parameter(help=f"{config.description_of(kind, field)} Overrides the mesh file{unless}.")
 
 
@@ -111,12 +111,12 @@ def up(
 
 
 def given_settings(mesh_file: Path | None, earlier: Path | None, gateway: int = 0) -> MeshConfig:
-    """The settings of a file or the environment; without either those of the run to go on with.
+    """Return the settings of the mesh file or the environment, or else of the run to resume.
 
-    Where they name no port for the console, it gets one that is free.
+    If they have no port for the console, choose a free one.
 
-    Args: earlier: the directory of the run to go on with; None: a new one begins.
-          gateway: the port that the command line gives the gateway; 0: none.
+    Args: earlier: directory of the run to resume; None: start a new run.
+          gateway: port of the gateway by the command line; 0: not given.
     """
     own = None
     if earlier is not None and mesh_file is None and not config.is_configured("mesh"):
@@ -125,7 +125,7 @@ def given_settings(mesh_file: Path | None, earlier: Path | None, gateway: int = 
         settings = config.load(MeshConfig, "mesh", file=mesh_file)
         port = settings.console_port or _free_port(CONSOLE_PORT, gateway or settings.gateway_port)
         return replace(settings, console_port=port)
-    # Somebody else may have its port by now; without one it was to have no console.
+    # Another program may use its port by now. A run without a port stays without a console.
     taken = gateway or own.gateway_port
     return replace(own, console_port=own.console_port and _free_port(own.console_port, taken))
 
@@ -151,7 +151,7 @@ async def _announce(mesh: Mesh) -> None:
 
 
 def greeting(mesh: Mesh) -> str:
-    """The text that tells how a controller connects, with lines to paste into a shell."""
+    """Explain how controllers connect, with lines to paste into a shell."""
     blocks = [
         f"to connect a controller of tenant {tenant}:\n"
         f"export PHASELOOM_URL={mesh.url}\n"
@@ -176,7 +176,7 @@ def greeting(mesh: Mesh) -> str:
 
 
 def _sizes(devices: list[int]) -> str:
-    """The memory of a node's devices, as text."""
+    """Format the memory of a node's devices."""
     return " + ".join(f"{num_bytes / 2**20:,.0f}" for num_bytes in devices) + " MiB"
 
 
@@ -205,22 +205,22 @@ def _console(mesh: Mesh) -> list[str]:
 
 
 def _free_port(wanted: int, taken: int) -> int:
-    """A port for the console: this one, or any but `taken`; 0 where the console is not
-    installed."""
+    """Return `wanted` if it is free, otherwise another free port that is not `taken`. 0 if the
+    console is not installed."""
     if missing(_CONSOLE_PACKAGES):
         return 0
     for port in (0,) if wanted == taken else (wanted, 0):
-        # Without `reuse_port` a port that another mesh's console has is refused.
+        # Without `reuse_port`, a port that another mesh's console uses is refused.
         with suppress(OSError), create_server(("127.0.0.1", port)) as listener:
             return int(listener.getsockname()[1])
     return 0
 
 
 def _check_ports(settings: MeshConfig) -> None:
-    """Refuse a port that nobody could serve, before anything of the mesh is there.
+    """Refuse ports that cannot be served, before the mesh starts.
 
-    Raises: CallerError: FAILED_PRECONDITION: somebody has the port, or the extra is not installed
-        whose packages are needed.
+    Raises: CallerError: FAILED_PRECONDITION: another program uses a port, or required packages are
+        not installed.
     """
     for field, port, packages in (
         ("mesh.gateway_port", settings.gateway_port, _GATEWAY_PACKAGES),
@@ -263,10 +263,10 @@ def with_policies(
     multiplexing: str | None = None,
     slo_percentile: float | None = None,
 ) -> MeshConfig:
-    """The settings, with the policies that the command line names in place of their own.
+    """Return the settings with the policies that the command line names.
 
-    Raises: CallerError: there is no policy of that name, and the remedy lists those that exist; or
-        the percentile is none.
+    Raises: CallerError: a policy is unknown (the remedy lists the known ones), or the percentile is
+        not within 0 and 100.
     """
     settings = replace(
         settings,
