@@ -506,7 +506,7 @@ async def test_jobs_stop_with_a_reason_when_all_disks_are_full_and_go_on_with_ro
                 await steps(policy, done)
             unanswered = len(done) + 1
             assert stopped.value.info.code == Code.UNAVAILABLE
-            assert "room on their disks" in stopped.value.info.remedy
+            assert "free disk space" in stopped.value.info.remedy
         told = [record.message for record in caplog.records if "is full: " in record.message]
         assert len(told) == len(MEMBERS)
         for disk in disks:
