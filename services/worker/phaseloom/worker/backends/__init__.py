@@ -1,7 +1,7 @@
-"""The backends by name: one module per runtime, one line here.
+"""The registry of backends: one module or folder per runtime, one line here.
 
-Importing this package imports no runtime; `backend_factory` imports the one that is asked for, so
-that an agent can list and refuse backends without torch.
+Importing this package imports no runtime, so an agent can list and refuse backends without torch.
+`backend_factory` imports the runtime of the requested backend.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BACKENDS: Final[dict[str, tuple[str, str]]] = {
     "vllm": ("phaseloom.worker.backends.vllm.backend", "VllmBackend"),
     "noop": ("phaseloom.worker.backends.noop", "NoopBackend"),
 }
-"""name → (module, class)"""
+"""Name → (module, class)."""
 
 RUNTIMES: Final[dict[str, tuple[str, ...]]] = {
     "fsdp": ("torch", "transformers"),
@@ -28,26 +28,26 @@ RUNTIMES: Final[dict[str, tuple[str, ...]]] = {
     "megatron": ("torch", "transformers", "megatron"),
     "vllm": ("torch", "transformers", "vllm"),
 }
-"""name → the top-level modules of its runtime; a backend that is not here needs none."""
+"""Name → top-level modules of its runtime. A backend that is missing here needs none."""
 
 SHARING: Final = frozenset({"fsdp", "sampler"})
-"""Backends of which several may be in one process, each alone on its device thread, if each has one
-rank: except while they are built, they change nothing that belongs to the process."""
+"""Backends that can share a process: each on its own device thread, each with one rank. After their
+construction they change no state that belongs to the process."""
 
 
 def missing_modules(name: str) -> list[str]:
-    """The modules of a backend's runtime that this interpreter lacks. Imports nothing."""
+    """Return the modules of a backend's runtime that this interpreter lacks. Imports nothing."""
     return [module for module in RUNTIMES.get(name, ()) if importlib.util.find_spec(module) is None]
 
 
 def backend_factory(name: str) -> BackendFactory:
-    """Import the runtime of a backend.
+    """Import a backend's runtime and return its class.
 
-    Raises: CallerError: there is no such backend.
-            ImportError: its runtime is not installed here (`missing_modules`).
+    Raises: CallerError: the name is unknown.
+            ImportError: the runtime is not installed here (see `missing_modules`).
     """
     if name not in BACKENDS:
-        # Not above: `make gpu-check` imports this package where only torch is installed.
+        # Imported late because `make gpu-check` imports this package with only torch installed.
         from phaseloom.common.contract.errors import CallerError
 
         raise CallerError(

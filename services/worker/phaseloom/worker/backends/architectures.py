@@ -1,11 +1,11 @@
-"""The architectures that packing, scoring and decoding support, and their differences.
+"""Similarities and differences of the supported model architectures.
 
-A model's logits are computed by its head from the hidden states of its body, scaled and capped as
-its config says. A body attends to all earlier positions, or in some layers to those of a window. An
-architecture that does anything else differently (recurrent state, chunks, a cache of its own) is
-not in `MODEL_TYPES`. Each one that is there is tested against `transformers`.
+A body computes hidden states; a head turns them into logits, which the config may scale and cap.
+Each layer attends to all earlier positions, or to a sliding window of them. Architectures that
+differ in any other way (recurrent state, chunked attention, a cache format of their own) are not in
+`MODEL_TYPES`. Tests compare each supported architecture with `transformers`.
 
-Shapes: B rows, T query columns, S key columns, N positions asked for, H hidden, V vocabulary.
+Shapes: B rows, T query columns, S key columns, N requested positions, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from phaseloom.worker.backends.capabilities import MODEL_TYPES
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 Masks = torch.Tensor | dict[str, torch.Tensor]
-"""An additive mask (B, 1, T, S) for all layers, or one for each type of layer."""
+"""An additive mask (B, 1, T, S) for all layers, or one for each layer type."""
 
 
 def check_model_type(model_type: object) -> None:
-    """Check that our backends support models of this type. Raises: CallerError: they do not."""
+    """Check that our backends support this model type. Raises: CallerError: they do not."""
     if model_type not in MODEL_TYPES:
         raise CallerError(
             f"models of type {model_type!r} are not supported",
@@ -35,7 +35,7 @@ def check_model_type(model_type: object) -> None:
 
 
 def check_attention(config: PreTrainedConfig) -> None:
-    """Check that our backends support the attention of all layers. Raises: CallerError: they do
+    """Check that our backends support the attention of every layer. Raises: CallerError: they do
     not."""
     unsupported = sorted({*_layer_types(config)} - {FULL, SLIDING})
     if unsupported:
@@ -44,7 +44,7 @@ def check_attention(config: PreTrainedConfig) -> None:
             field="model.config.layer_types",
             remedy=f"use {FULL} or {SLIDING} in every layer",
         )
-    # Samples of all lengths share a pass, and its longest would choose the frequencies of all.
+    # Samples of different lengths share a pass, so the longest would set the frequencies of all.
     if "longrope" in _rope_types(getattr(config, "rope_parameters", None) or {}):
         raise CallerError(
             "rotary frequencies that depend on the length of the sequence are not supported",
@@ -54,13 +54,16 @@ def check_attention(config: PreTrainedConfig) -> None:
 
 
 def attention_kernel(config: PreTrainedConfig) -> str:
-    """The implementation of attention: `sdpa` is a tenth faster than eager on a CPU thread, and as
-    reproducible there, but it cannot cap attention's logits."""
+    """Return the attention implementation for `transformers`.
+
+    `sdpa` is about 10 % faster than `eager` on a CPU thread and just as reproducible, but it cannot
+    cap attention logits.
+    """
     return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
 
 
 def has_windows(config: PreTrainedConfig) -> bool:
-    """Whether some layer attends to fewer positions than the model has."""
+    """Return whether some layer attends to fewer positions than the model has."""
     types = _layer_types(config)
     if types and SLIDING not in types:
         return False
@@ -74,10 +77,10 @@ def attention_masks(
     distance_BTS: torch.Tensor,
     dtype: torch.dtype,
 ) -> Masks:
-    """The masks that a body takes, from the positions that each query may see.
+    """Build a body's attention masks from the positions that each query may see.
 
-    Args: visible_BTS: the mask of visible positions, causality included. distance_BTS: positions
-          from each key to the query that sees it.
+    Args: visible_BTS: True where a query sees a key, causality included.
+          distance_BTS: the query's position minus the key's.
     """
     types = {*_layer_types(config)}
     window = getattr(config, "sliding_window", None)
@@ -89,7 +92,7 @@ def attention_masks(
 
 
 def logits(model: PreTrainedModel, hidden_NH: torch.Tensor) -> torch.Tensor:
-    """The logits (N, V) of a body's hidden states (N, H)."""
+    """Compute the logits (N, V) of a body's hidden states (N, H)."""
     untyped_model: Any = model
     logits_NV: torch.Tensor = untyped_model.get_output_embeddings()(hidden_NH)
     config = model.config
@@ -109,7 +112,7 @@ def _layer_types(config: PreTrainedConfig) -> list[str]:
 
 
 def _rope_types(parameters: dict[str, Any]) -> set[object]:
-    """The types of a rope, or of the ropes of all types of layers."""
+    """Return the type of a rope, or of each layer type's rope if they differ."""
     nested = [rope for rope in parameters.values() if isinstance(rope, dict)]
     return {rope.get("rope_type") for rope in nested or [parameters]}
 

@@ -1,19 +1,19 @@
-"""The protocol of a runtime adapter: one module per runtime, one line in the registry.
+"""The `Backend` protocol, which adapts a runtime to a rank.
 
-A backend owns no memory of its own state: every weight, gradient and optimizer tensor is a view
-into the `DeviceMemory`, whose bytes the state manager moves. It is called from one thread, one call
-at a time, never from the event loop. It uses no global random state: its draws come from seeds that
+A backend owns no memory for its state: every weight, gradient and optimizer tensor is a view into
+the `DeviceMemory`, whose bytes the state manager moves. It is called from one thread, one call at a
+time, never from the event loop. It uses no global random state: its draws depend only on seeds that
 the operation names.
 
-Over several ranks each has a backend and a heap of its own. A method marked *collective* must be
-called on all ranks of the WPG alike, in the same order, each with its own share of the data
-(`phaseloom.common.tensors.layouts.split`), which may be empty. It returns the share's result, and
-raises `GroupBroken` where another rank does not take part. The `check_…` methods are given the
-whole operation, before it is split.
+With several ranks, each rank has its own backend and heap. A method marked *collective* must be
+called on all ranks of the WPG, in the same order. Each rank passes its own share of the data
+(`phaseloom.common.tensors.layouts.split`), which may be empty, and gets that share's result. The
+call raises `GroupBroken` if another rank does not take part. The `check_…` methods are not
+collective: they see the whole operation, before it is split.
 
-A backend runs an operation of a kind in its `kinds` by two methods named after the kind,
-`check_<kind>(args)` and `<kind>(args)`. The protocol lists today's kinds; a kind of only one
-backend need not be in it. Kinds that move state are run without the backend.
+For each kind in its `kinds`, a backend has two methods named after the kind: `check_<kind>(args)`
+and `<kind>(args)`. The protocol lists today's kinds; a kind that only one backend supports need not
+be listed. Kinds that only move state run without the backend.
 """
 
 from __future__ import annotations
@@ -43,124 +43,127 @@ from phaseloom.worker.state.devicememory import DeviceMemory
 
 @dataclass(frozen=True)
 class RankGroup:
-    """This rank's place among those of its WPG, and on its node."""
+    """A rank's position in its WPG and on its node."""
 
     rank: int = 0
     world_size: int = 1
     store_path: str = ""
-    """The path of a file that does not exist yet, where the ranks of this incarnation find each
-    other. Unused where there is one rank, or where `store_address` is given."""
+    """The file through which the ranks of this incarnation meet; it must not exist yet. Unused with
+    one rank or a `store_address`."""
     store_address: str = ""
-    """The host:port of a TCP store, for ranks on several nodes."""
+    """The host:port of a TCP store where ranks on several nodes meet."""
     store_fd: int = -1
     """On rank 0: the listening socket of that store, which rank 0 serves."""
     store_prefix: str = ""
-    """The prefix of this incarnation's names in that store, which keeps other incarnations
-    apart."""
+    """Prefix of this incarnation's keys in that store, so that incarnations do not mix."""
     timeout_s: float = 300.0
-    """Seconds after which a collective that some rank does not join fails on the others."""
+    """Seconds after which a collective fails if some rank has not joined it."""
     device_kind: DeviceKind = DeviceKind.EMULATED
     node_directory: str = ""
-    """The directory of this node for files that its ranks share, where adapters run."""
+    """The node's directory for files that its ranks share. Needed for adapters."""
     num_units: int = 1
-    """The compute units of the rank's device. If there are several, the rank may have any part of
-    them, and its results must be the same bits with each."""
+    """Compute units of the rank's device. If there are several, the rank may get any share of them,
+    and its results must be bit-identical with every share."""
 
 
 ALONE = RankGroup()
 
 
 class GroupBroken(ResourceError):
-    """A collective failed because another rank is gone, or did not join in time.
+    """A collective failed because another rank is gone or did not join in time.
 
-    The WPG is lost, whatever kind the operation was; the operation may not be at fault.
+    The WPG is lost. The operation itself may be fine.
     """
 
 
 @dataclass(frozen=True)
 class AdapterVersion:
-    """Weights of an adapter, which never change, for generation on the base of the deployment."""
+    """An immutable version of an adapter on this deployment's base, for generating with it."""
 
     name: str
-    """A name that stands for these weights and no others."""
+    """Identifies these weights: no others ever have this name."""
     adapter: Adapter
     slots: Sequence[TensorSlot]
-    """The tensors, by their names in files."""
+    """The adapter's tensors, by their names in files."""
     memory: memoryview
-    """The host memory in which the tensors lie."""
+    """Host memory that holds the tensors."""
 
 
 @dataclass(frozen=True, eq=False)
 class WholeVersion:
-    """All weights of the deployment's model, other than its own, which never change."""
+    """Immutable weights of the whole model that replace the deployment's own for some calls."""
 
     name: str
-    """Names these weights and no others."""
+    """Identifies these weights: no others ever have this name."""
     exchanged: Callable[[], AbstractContextManager[None]]
-    """Within it, in the device thread, the rank's heap has these weights in place of its own."""
+    """Returns a context in which the rank's heap holds these weights instead of its own. Enter it
+    in the device thread."""
 
 
 Version = AdapterVersion | WholeVersion
-"""Weights that an operation names."""
+"""Weights that an operation names, to be used instead of the deployment's own."""
 
 
 class Watch(Protocol):
-    """The view that a `generate` call has of those who wait for its requests.
+    """The channel between a running `generate` call and the operations that it serves.
 
-    The call asks between two tokens, in the device thread, so the methods must be quick. `i` is the
-    request's place in the call.
+    The call uses it in the device thread, between two tokens, so every method must be quick. `i` is
+    the index of the request in the call; requests that join later get the next indices.
     """
 
     def joined(self) -> Sequence[Generate]:
-        """Take the checked requests that came since the last time.
+        """Return the requests that have joined since the last call. They are already checked.
 
-        They are decoded with the others as soon as there is room, and have the next places.
+        The backend decodes them together with the others as soon as there is room.
         """
         ...
 
     def adapter(self, i: int) -> AdapterVersion | None:
-        """The adapter version to generate the request with; None: the deployment's own weights."""
+        """Return the adapter version for a request; None means the deployment's own weights."""
         ...
 
     def is_cancelled(self, i: int) -> bool:
-        """Whether nobody wants the request any more."""
+        """Return whether the request was cancelled and its result is no longer wanted."""
         ...
 
     def is_stopped(self, i: int) -> bool:
-        """Whether the request ends now with the tokens that it has, its open samples as
+        """Return whether the request must end now with the tokens it has. Its open samples end as
         `partial`."""
         ...
 
     def progress(self, i: int, num_done: int, num_total: int) -> None:
-        """Report a request's new tokens so far, and the most that there may be; it may end
-        before."""
+        """Report how many new tokens a request has, out of the most that it can get. It may end
+        early."""
         ...
 
     def stepped(self, tokens: int) -> None:
-        """Report that a forward step over so many tokens has ended, before what has come of it:
-        those that it prefilled, and one for each row that it decoded, of all requests."""
+        """Report the end of a forward step, before its results are handled.
+
+        Args: tokens: tokens run over all requests: prefilled ones, plus one per decoded row.
+        """
         ...
 
     def wants_tokens(self, i: int) -> bool:
-        """Whether to report the request's new tokens now; asked for requests with `stream`."""
+        """Return whether to report a request's new tokens now. Called for requests with
+        `stream`."""
         ...
 
     def drawn(self, i: int, tokens: Sequence[DrawnTokens]) -> None:
-        """Report the tokens that were drawn for a request since the last time, by its prompts'
-        places."""
+        """Report the tokens sampled for a request since the last report, by the index of the
+        prompt."""
         ...
 
     def still_open(self, i: int, num_samples: int) -> None:
-        """Report how many samples of a request have not ended, whenever some have."""
+        """Report how many samples of a request are still open, each time some have ended."""
         ...
 
     def ended(self, i: int, result: GenerateResult | None) -> None:
-        """Report a request's result as soon as it is whole; None: the request was cancelled."""
+        """Report a request's result as soon as it is complete; None if it was cancelled."""
         ...
 
 
 class Unwatched:
-    """A `Watch` for a call that nobody joins, follows or cancels."""
+    """A `Watch` for a call without joining requests, reports or cancels."""
 
     def joined(self) -> Sequence[Generate]:
         return ()
@@ -195,86 +198,86 @@ class Unwatched:
 
 class Backend(Protocol):
     kinds: frozenset[str]
-    """The kinds of operations that it runs; any other kind is refused at admission."""
+    """Kinds of operations that it runs. Any other kind is refused at admission."""
     slots: list[TensorSlot]
-    """The tensors of this rank's heap: weights first, contiguous, sorted by name. The slot of a
-    part of a tensor has that part's shape, and says which part it is."""
+    """The tensors of this rank's heap: weights first, contiguous, sorted by name. A slot of a
+    tensor's slice has the slice's shape and says which slice it is."""
     host_bytes: int
-    """The bytes of its state that are in host memory, never on its device; their slots lie behind
-    the heap's end. 0: none."""
+    """Bytes of state that live in host memory and never on the device; 0 if none. Their slots have
+    offsets behind the heap's end."""
     version_slots: list[TensorSlot]
-    """The tensors of a weights version: whole tensors from offset 0 at 64-byte offsets, sorted by
-    name, the same for every layout and backend. The version's size is the last one's end, rounded
-    up to the next 64. Where ranks hold different weights, each writes a part of its own instead."""
+    """The tensors of a weights version: whole tensors from offset 0, at 64-byte offsets, sorted by
+    name. They are the same for every layout and backend. The version's size is the end of the last
+    one, rounded up to a multiple of 64. If ranks hold different weights, each writes its own part
+    instead."""
     holdings: Sequence[Holding]
-    """The slice of these tensors that each rank holds, in the order of ranks."""
+    """The slices of these tensors that each rank holds, in rank order."""
 
     config: dict[str, Any]
-    """The model's config, with the content of `config.json` beside its weights."""
+    """The content of the `config.json` that belongs to the weights."""
 
     def use_host_memory(self, buffer: memoryview) -> None:
-        """Use this memory for the state of `host_bytes` bytes. It holds zeroes, or a seal's
-        content.
+        """Use this memory for the state of `host_bytes` bytes. It holds zeros, or a seal's content.
 
-        Called once, before any operation, if there are host bytes.
+        Called once, before any operation, and only if `host_bytes` is greater than 0.
         """
         ...
 
     def check_generate(self, args: Generate) -> None:
-        """Check a `generate`; touches no state. Raises: CallerError: it cannot be run."""
+        """Check a `generate` without touching state. Raises: CallerError: it cannot run."""
         ...
 
     def generate(self, requests: Sequence[Generate], watch: Watch) -> None:
-        """Decode checked requests together, and those that join them, until all have ended.
+        """Decode checked requests together with those that join them, until all have ended.
 
-        A request alone gives the same bits whenever it runs, without a prefix cache. Beside others,
-        or with one, the last bits of its log-probabilities may differ, but each token is still
-        drawn from (prompt seed, sample, position) and nothing else.
+        Without a prefix cache, a request that runs alone gives the same bits every time. With one,
+        or next to other requests, the last bits of its log-probabilities may differ. Each token is
+        still drawn by (prompt seed, sample, position) and nothing else.
         """
         ...
 
     def check_forward(self, args: Forward) -> None:
-        """Check a `forward`; touches no state. Raises: CallerError: it cannot be run."""
+        """Check a `forward` without touching state. Raises: CallerError: it cannot run."""
         ...
 
     def forward(self, args: Forward) -> ForwardResult:
-        """Compute the log-probabilities of the share's targets. Collective."""
+        """Compute the log-probabilities of the targets of this rank's share. Collective."""
         ...
 
     def check_forward_backward(self, args: ForwardBackward) -> None:
-        """Check a `forward_backward`; touches no state. Raises: CallerError: it cannot be run."""
+        """Check a `forward_backward` without touching state. Raises: CallerError: it cannot run."""
         ...
 
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
-        """Add to the gradients of all ranks. Collective.
+        """Add to the gradients on all ranks. Collective.
 
-        Raises: CallerError: on all ranks alike, the loss or its gradients are not finite.
+        Raises: CallerError: the loss or its gradients are not finite. Every rank raises it.
         """
         ...
 
     def check_optim_step(self, args: OptimStep) -> None:
-        """Check an `optim_step`; touches no state. Raises: CallerError: it cannot be run."""
+        """Check an `optim_step` without touching state. Raises: CallerError: it cannot run."""
         ...
 
     def optim_step(self, args: OptimStep) -> OptimStepResult:
-        """Take a step and zero the gradients. Collective.
+        """Update the weights and zero the gradients. Collective.
 
-        Raises: CallerError: the step cannot be taken; nothing has changed.
+        Raises: CallerError: the step cannot run; nothing has changed.
         """
         ...
 
     def zero_gradients(self) -> None:
-        """Drop the gradients that were added up for the next step."""
+        """Discard the gradients accumulated for the next step."""
         ...
 
     def weights_sha256(self) -> str:
-        """The SHA-256 of the whole weights, the same on all ranks and for every layout.
+        """Return the SHA-256 of the whole weights, the same on all ranks and for every layout.
         Collective."""
         ...
 
     def weights_changed(self) -> None:
-        """Drop everything that was derived from the weights: the heap's bytes were replaced (load,
-        sync)."""
+        """Discard everything derived from the weights, because the heap's bytes were replaced by a
+        load or a sync."""
         ...
 
     def close(self) -> None: ...
@@ -282,55 +285,59 @@ class Backend(Protocol):
 
 @runtime_checkable
 class KeepsKv(Protocol):
-    """A backend whose prefix cache can outlast an update of the weights."""
+    """A backend whose prefix cache can survive an update of the weights."""
 
     def weights_updated(self) -> None:
-        """Keep the keys and values of the weights before, for samples that the update has stopped.
+        """Keep the old weights' keys and values for samples that the update interrupted.
 
-        It is called in place of `weights_changed`, after a sync has replaced the heap's bytes.
+        Called instead of `weights_changed`, after a sync has replaced the heap's bytes.
         """
         ...
 
 
 @runtime_checkable
 class ReadsOtherWeights(Protocol):
-    """A backend that reads with all weights of another deployment or time in its heap."""
+    """A backend that can compute with other whole weights that temporarily replace its own."""
 
     def weights_exchanged(self, name: str) -> None:
-        """Read with the weights of this name, which the heap has for the calls that come now;
-        empty: with its own, which the heap has again before the next call."""
+        """React to an exchange of the heap's weights.
+
+        Args: name: identifies the weights that the heap now holds for the next calls; empty if it
+                 holds the deployment's own again.
+        """
         ...
 
 
 @runtime_checkable
 class WritesPastWeights(ReadsOtherWeights, Protocol):
-    """A backend that writes more of the heap than the weights for as long as it reads with
-    others."""
+    """A backend that also overwrites heap bytes behind the weights while it uses other weights."""
 
     @property
     def exchanged_bytes(self) -> int:
-        """The first bytes of the heap, weights included, that it writes then. Every one of them is
-        kept meanwhile, and given back afterwards."""
+        """Length of the start of the heap, weights included, that an exchange overwrites. The
+        caller saves these bytes and restores them afterwards."""
         ...
 
 
 @runtime_checkable
 class ReadsAdapters(Protocol):
-    """A backend that computes with versions of other adapters in place of its own."""
+    """A backend that can compute with versions of other adapters instead of its own."""
 
     def adapter_slots(self, adapter: Adapter) -> list[TensorSlot]:
-        """The tensors of a version of an adapter on this deployment's base. The adapter's rank and
-        targets are within those of the deployment's own."""
+        """Return the tensors of a version of another adapter on this deployment's base.
+
+        The adapter's rank and targets must be within those of the deployment's own.
+        """
         ...
 
     def check_adapter(self, version: AdapterVersion) -> None:
-        """Check that operations can be run with a version. Raises: CallerError: they cannot."""
+        """Check that operations can use this version. Raises: CallerError: they cannot."""
         ...
 
 
 @runtime_checkable
 class BatchesAdapters(ReadsAdapters, Protocol):
-    """A backend that decodes rows of several adapters in one batch, as `Watch.adapter` says."""
+    """A backend that decodes rows with different adapters in one batch (see `Watch.adapter`)."""
 
     def forward_with(self, args: Forward, version: AdapterVersion) -> ForwardResult:
         """Run `forward` with a version of an adapter."""
@@ -339,45 +346,44 @@ class BatchesAdapters(ReadsAdapters, Protocol):
 
 @runtime_checkable
 class SwitchesAdapters(ReadsAdapters, Protocol):
-    """A backend that reads with one adapter at a time."""
+    """A backend that computes with one adapter at a time."""
 
     def switched(self, version: AdapterVersion) -> AbstractContextManager[None]:
-        """Within this, calls read with a version."""
+        """Return a context in which calls compute with this version."""
         ...
 
 
 @runtime_checkable
 class Divides(Protocol):
-    """A backend whose work can go on with another share of its device's compute units."""
+    """A backend whose share of the device's compute units can change during an operation."""
 
     at_boundary: Callable[[], None]
-    """Called in the device thread between two steps of an operation; the share may change then."""
+    """Called in the device thread between two steps of an operation. The share may change there."""
 
     def use_threads(self, count: int) -> None:
-        """Work with this number of threads from now on. Called in the device thread, at a
-        boundary."""
+        """Use this many threads from now on. Called in the device thread, at a boundary."""
         ...
 
 
 def nothing() -> None:
-    """Do nothing: the function for boundaries of a rank that has its device alone."""
+    """Do nothing. It is the `at_boundary` of a rank that has its device alone."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The device memory that one rank needs."""
+    """Device memory that one rank needs."""
 
     heap_bytes: int
-    """The bytes of its state, alignment included."""
+    """Bytes of its state, alignment included."""
     scratch_bytes: int = 0
-    """The bytes beside the heap that nobody moves; their content is undefined whenever the heap's
-    bytes were replaced (`Backend.weights_changed`)."""
+    """Bytes next to the heap that are never moved. Their content is undefined after the heap's
+    bytes were replaced (see `Backend.weights_changed`)."""
 
 
 class BackendFactory(Protocol):
     @staticmethod
     def plan(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> Memory:
-        """The device memory that this rank needs. Raises: as the constructor."""
+        """Return the device memory that this rank needs. Raises: as the constructor."""
         ...
 
     def __call__(
@@ -385,6 +391,6 @@ class BackendFactory(Protocol):
     ) -> Backend:
         """Build the model on the heap and fill it from the spec's seeds. Collective.
 
-        Raises: CallerError: a model or a layout that this runtime cannot do.
+        Raises: CallerError: this runtime does not support the model or the layout.
         """
         ...

@@ -1,9 +1,10 @@
-"""Data of the contract as numpy arrays, checked against the model and the loss.
+"""Samples of the contract as numpy arrays, checked against the model and the loss.
 
-Samples lie end to end in one array a field, and checks run over all of them at once: an operation
-may have thousands of short samples, where a few numpy calls for each would cost more than training.
+All samples of a field lie end to end in one array, and each check runs over the whole array. An
+operation may have thousands of short samples: a few numpy calls for each of them would cost more
+than training on them.
 
-Shapes: S samples, N positions of all samples together, K targets of a position.
+Shapes: S samples, N positions of all samples together, K targets per position.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from phaseloom.common.contract.operations import Datum, Forward, ForwardBackward
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 FieldOf = Callable[[int], str]
-"""Makes the path of an array's field from the array's place in the request."""
+"""Maps the index of an array in the request to the path of its field, for refusals."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of an operation; sample i has the positions `starts[i]` to `starts[i + 1]`.
+    """The samples of an operation. Sample i has the positions `starts[i]` to `starts[i + 1]`.
 
-    `coefficient` has weights or advantages. It and `q` are zeroes where there is no loss. Where a
-    sample has several targets a position, targets and coefficient are (N, K), with K of the sample
-    that has most; missing targets of other samples are 0, with a coefficient of 0.
+    `coefficient` holds weights or advantages. It and `q`, the sampler's log-probabilities, are zero
+    if there is no loss. If some sample has several targets per position, targets and coefficients
+    are (N, K), with the largest K of all samples; unused entries are 0 with a coefficient of 0.
     """
 
     starts: Ints
@@ -44,7 +45,7 @@ class Batch:
     is_used_N: npt.NDArray[np.bool_]
     """Whether each position counts in the loss."""
     num_targets_S: Ints
-    """The number of targets of each position of a sample."""
+    """The number of targets per position of each sample."""
 
     @property
     def lengths_S(self) -> Ints:
@@ -52,7 +53,7 @@ class Batch:
 
 
 def joined_ints(values: Sequence[Int32s], field: FieldOf) -> Ints:
-    """All arrays as one. Raises: CallerError: an array is not of int32."""
+    """Join arrays into one. Raises: CallerError: a value does not fit into int32."""
     try:
         return _joined(values, "<i4", field).astype(np.int64)
     except OverflowError:
@@ -63,7 +64,7 @@ def joined_ints(values: Sequence[Int32s], field: FieldOf) -> Ints:
 
 
 def joined_floats(values: Sequence[Float32s], field: FieldOf) -> Floats:
-    """All arrays as one. Raises: CallerError: an array is not of finite float32."""
+    """Join arrays into one. Raises: CallerError: a value is not a finite float32."""
     with np.errstate(over="ignore"):
         joined_N = _joined(values, "<f4", field).astype(np.float32)
     finite_N = np.isfinite(joined_N)
@@ -77,8 +78,9 @@ def joined_floats(values: Sequence[Float32s], field: FieldOf) -> Floats:
 
 
 def check_tokens(tokens_N: Ints, vocab_size: int, values: Sequence[Int32s], field: FieldOf) -> None:
-    """Check token ids. Args: tokens_N: `values` as one array.
+    """Check token ids.
 
+    Args: tokens_N: `values`, joined.
     Raises: CallerError: a token id is outside [0, vocab_size).
     """
     bad_N = (tokens_N < 0) | (tokens_N >= vocab_size)
@@ -91,10 +93,11 @@ def check_tokens(tokens_N: Ints, vocab_size: int, values: Sequence[Int32s], fiel
 
 
 def check_samples(data: Sequence[Datum], max_positions: int) -> None:
-    """Check that an operation has samples, and that the model has a position for each token of
-    them; only a rank's share of an operation may be empty.
+    """Check that an operation has samples, and that none is longer than the model allows.
 
-    Raises: CallerError: it has none, or one is too long.
+    Call it with a whole operation: only a rank's share of one may be empty.
+
+    Raises: CallerError: there are no samples, or one is too long.
     """
     if not data:
         raise CallerError("the batch is empty", field="args.batch", remedy="send at least 1 datum")
@@ -105,10 +108,10 @@ def check_samples(data: Sequence[Datum], max_positions: int) -> None:
 def check_positions(num_tokens: int, max_positions: int, field: str, *, num_new: int = 0) -> None:
     """Check that the model has a position for each token of a sequence.
 
-    Past its positions a model with rotary ones computes what it was never trained for, and says
-    nothing.
+    A model with rotary positions would run past its limit without an error, and compute something
+    that it was never trained for.
 
-    Args:   num_new: the tokens that follow those of the request.
+    Args: num_new: tokens that will follow those of the request.
     Raises: CallerError: the sequence is longer than the model's `max_position_embeddings`.
     """
     if num_tokens + num_new > max_positions:
@@ -121,12 +124,14 @@ def check_positions(num_tokens: int, max_positions: int, field: str, *, num_new:
 
 
 def forward_batch(args: Forward, vocab_size: int) -> Batch:
-    """The data of a `forward` as one batch. Raises: CallerError: names the field at fault."""
+    """Join the samples of a `forward` into one batch. Raises: CallerError: names the field at
+    fault."""
     return _tokens_and_targets(args.batch, vocab_size)
 
 
 def logprobs_request(args: ForwardBackward) -> Forward | None:
-    """The `forward` whose result a `forward_backward` wants, too; None: it wants none."""
+    """Return the `forward` for the log-probabilities that a `forward_backward` requests; None if it
+    requests none."""
     if not args.logprobs:
         return None
     return Forward([without_loss(datum) for datum in args.batch])
@@ -137,7 +142,7 @@ def without_loss(datum: Datum) -> Datum:
 
 
 def check_one_target(data: Sequence[Datum]) -> None:
-    """Check that each position has one target. Raises: CallerError: a datum has several."""
+    """Check that each position has one target. Raises: CallerError: a sample has several."""
     for i, datum in enumerate(data):
         if datum.num_targets != 1:
             raise CallerError(
@@ -149,8 +154,10 @@ def check_one_target(data: Sequence[Datum]) -> None:
 
 
 def loss_batch(args: ForwardBackward, vocab_size: int) -> Batch:
-    """The data of a `forward_backward` as one batch. Raises: CallerError: names the field at
-    fault."""
+    """Join the samples of a `forward_backward` into one batch.
+
+    Raises: CallerError: names the field at fault.
+    """
     if args.loss in (Loss.PPO, Loss.CISPO) and not 0 <= args.clip_low <= args.clip_high:
         raise CallerError(
             f"[{args.clip_low}, {args.clip_high}] is no range of ratios",
@@ -175,15 +182,16 @@ def loss_batch(args: ForwardBackward, vocab_size: int) -> Batch:
     if is_used_N.ndim > 1:
         is_used_N = is_used_N.any(axis=1)
     if args.loss is Loss.DRO:
-        # Without an advantage it still keeps near the sampler; a prompt has neither.
+        # DRO pulls towards the sampler even where the advantage is 0. Only prompt positions, whose
+        # q is 0 too, do not count.
         is_used_N |= q_N != 0
     return replace(batch, q_N=q_N, coefficient_N=coefficient_N, is_used_N=is_used_N)
 
 
 def _check_unused(args: ForwardBackward) -> None:
-    """Check that no factor is given that the loss does not use.
+    """Check that no factor is given that the loss ignores.
 
-    Raises: CallerError: one is, so the caller expects an effect that it would not have.
+    Raises: CallerError: one is given, so the caller expects an effect that it would not have.
     """
     unused, used = ("weights", "advantages")
     if args.loss is Loss.CROSS_ENTROPY:
@@ -221,7 +229,6 @@ def _joined(
 def _index_of_first_bad(
     values: Sequence[Int32s] | Sequence[Float32s], bad_N: npt.NDArray[np.bool_]
 ) -> int:
-    """The index of the array that has the first bad value."""
     ends = np.cumsum([length(array) for array in values])
     return int(np.searchsorted(ends, bad_N.argmax(), side="right"))
 
@@ -267,8 +274,8 @@ def _tokens_and_targets(data: Sequence[Datum], vocab_size: int) -> Batch:
 def _by_position(
     values: npt.NDArray[Any], lengths_S: Ints, num_targets_S: Ints
 ) -> npt.NDArray[Any]:
-    """The values of all targets, end to end, as one row for each position: (N, K), filled up with
-    zeroes. Where each position has one target they stay as they are, (N,)."""
+    """Arrange the values of all targets, end to end, as one row per position (N, K), padded with
+    zeros. If every position has one target, return them unchanged, as (N,)."""
     if (num_targets_S == 1).all():
         return values
     num_N = np.repeat(num_targets_S, lengths_S)

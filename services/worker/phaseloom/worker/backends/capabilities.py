@@ -1,7 +1,7 @@
-"""The capabilities of each backend, as a node declares them; no runtime is imported for that.
+"""The capabilities that a node declares for each backend. Reading them imports no runtime.
 
-A job is refused at submission where no node of a pool can run what it asks for. Sizes that do not
-fit an architecture or a layout are found when the model is built.
+A job is refused at submission if no node of a pool has the capabilities that it needs. Sizes that
+do not fit an architecture or a layout are only found when the model is built.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MODEL_TYPES: Final = (
     "stablelm",
     "starcoder2",
 )
-"""The values of `model_type` that are trained and sampled by our own code."""
+"""Values of `model_type` that our own code trains and samples."""
 
 DTYPES: Final = ("float32", "bfloat16")
 
@@ -65,8 +65,7 @@ _IN_VLLM: Final = (
     "qwen3",
     "stablelm",
 )
-"""The types that vLLM has models of its own for, and whose weights it keeps as the files have
-them."""
+"""Model types that vLLM implements itself and whose weights it keeps in the form of the files."""
 
 CAPABILITIES: Final = {
     "fsdp": Capabilities(
@@ -105,11 +104,11 @@ CAPABILITIES: Final = {
         divides=True,
     ),
 }
-"""The capabilities by backend, with the names of `BACKENDS`."""
+"""Capabilities by backend, with the names of `BACKENDS`."""
 
 
 def kinds_of(spec: DeploymentSpec) -> frozenset[str]:
-    """The kinds that a deployment runs: those of its backend, without training where it is not
+    """Return the kinds that a deployment runs: its backend's, without training unless it is
     trainable."""
     left_out = () if spec.trainable else ("forward_backward", "optim_step")
     return frozenset(CAPABILITIES[spec.backend].kinds) - {*left_out}

@@ -1,4 +1,4 @@
-"""The digest of a model's weights: the one definition that saves, demos and tests compare by."""
+"""The digest of a model's weights, by which saves, demos and tests compare models."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 def weights_sha256(arrays: Iterable[tuple[str, np.ndarray[Any, Any]]], dtype: str = "") -> str:
-    """SHA-256 in hex over (name, dtype, shape, little-endian bytes) of each tensor.
+    r"""Return the SHA-256, in hex, over (name, dtype, shape, little-endian bytes) of each tensor.
 
-    The header of a tensor is the UTF-8 text `<name>\\n<dtype>\\n<d0>,<d1>,…\\n`; its size follows
-    from it, so that no two different models give the same input.
+    Each tensor starts with a header, the UTF-8 text `<name>\n<dtype>\n<d0>,<d1>,…\n`. The header
+    gives the size of the content, so no two different models produce the same input.
 
     Args: arrays: sorted by name, C-contiguous, little-endian.
-          dtype: of all of them, where numpy has no such dtype; else as each array says.
+          dtype: the dtype of all arrays, if numpy lacks it; otherwise each array's own is used.
     """
     digest = hashlib.sha256()
     for name, array in arrays:

@@ -1,8 +1,10 @@
-"""Expert weights: one fused tensor a layer in memory, a tensor an expert and projection in files.
+"""Expert weights: fused into one tensor per layer in memory, one tensor per expert and projection
+in files.
 
-A fused tensor has its experts one behind the other, and an expert its projections, so each tensor
-of a file is a run of the fused one. Ranks share a fused tensor by its experts, so each has whole
-tensors of files. States, versions and checkpoints know the files' names only. Pure; no torch.
+A fused tensor holds its experts one after another, and each expert its projections, so each tensor
+of a file is one contiguous run of it. Ranks split a fused tensor between experts, so each rank
+holds whole tensors of files. States, versions and checkpoints use the files' names only. Pure; no
+torch.
 
 Shapes: E experts, I intermediate, H hidden.
 """
@@ -24,16 +26,16 @@ _FUSED = {
     ".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
     ".mlp.experts.down_proj": ("down_proj",),
 }
-"""The end of a fused tensor's name → the projections of an expert, along its dim 1."""
+"""Suffix of a fused tensor's name → an expert's projections, in their order along dim 1."""
 
 
 def file_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
-    """The shapes of the tensors of files, by name, from those of a model's parameters."""
+    """Return the shapes of the files' tensors, by name, from those of a model's parameters."""
     return {part: size for name, shape in shapes.items() for part, size in _parts(name, shape)}
 
 
 def file_tensors(name: str, fused: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of files that a parameter is made of, by name: views of it."""
+    """Return views of a parameter as the tensors of files, with their names."""
     parts = _parts(name, fused.shape)
     if not is_fused(name):
         return [(name, fused)]
@@ -46,9 +48,9 @@ def is_fused(name: str) -> bool:
 
 
 def file_slots(slots: Mapping[str, TensorSlot]) -> list[TensorSlot]:
-    """The slots of files' tensors, sorted by name, from slots of parameters, by name.
+    """Return the slots of the files' tensors, sorted by name, from the slots of parameters.
 
-    Raises: CallerError: FAILED_PRECONDITION: a tensor would not lie at a multiple of 64 bytes.
+    Raises: CallerError: FAILED_PRECONDITION: a tensor's offset is not a multiple of 64 bytes.
     """
     if not any(map(is_fused, slots)):
         return [*slots.values()]
@@ -59,10 +61,9 @@ def file_slots(slots: Mapping[str, TensorSlot]) -> list[TensorSlot]:
 
 
 def _parts(name: str, shape: Sequence[int], first: int = 0) -> list[tuple[str, Sequence[int]]]:
-    """The tensors of files that a parameter is made of, in the order in which they lie in it.
+    """Return the files' tensors that a parameter consists of, in their order in memory.
 
-    Args: shape: the shape of the parameter, or of a rank's slice of it, whose first expert is
-          `first`.
+    Args: shape: the parameter's shape, or that of a rank's slice that starts at expert `first`.
     """
     end = next((end for end in _FUSED if name.endswith(end)), None)
     if end is None:

@@ -1,4 +1,4 @@
-"""Whole tensors of a model whose ranks hold slices of them, one at a time, on rank 0."""
+"""Whole tensors on rank 0, one at a time, from slices on all ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def whole_tensors(
     local_slices: Mapping[str, torch.Tensor],
     rank: int,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors in host memory, by name, on rank 0; nothing on any other rank. Collective.
+    """Yield whole tensors in host memory, with their names, on rank 0. Other ranks yield nothing.
+    Collective.
 
-    Args: slots: the whole tensors, in the order in which they come.
-          holdings: the slice of each tensor that every rank holds; where several hold one, the
-              first of them sends it.
-          own: this rank's slices.
+    Args: slots: the whole tensors, in the order to yield them.
+          holdings: each rank's slices. If several ranks hold a slice, the first of them sends it.
+          local_slices: this rank's slices.
     """
     for slot in slots:
         name = slot.name
@@ -51,7 +51,7 @@ def weights_digest(
     rank: int,
     dtype: str,
 ) -> str:
-    """The digest of the whole weights, on all ranks; see `whole_tensors`. Collective."""
+    """Return the digest of the whole weights, on all ranks. See `whole_tensors`. Collective."""
     tensors = as_little_endian(whole_tensors(slots, holdings, local_slices, rank))
     hexadecimal = weights_sha256(tensors, dtype)
     if len(holdings) == 1:
@@ -62,13 +62,13 @@ def weights_digest(
 
 
 def owned(holdings: Sequence[Holding], rank: int) -> set[str]:
-    """The names of the slices that a rank holds and no rank before it."""
+    """Return the names of the slices that a rank holds and no earlier rank does."""
     before = {(name, box) for holding in holdings[:rank] for name, box in holding.items()}
     return {name for name, box in holdings[rank].items() if (name, box) not in before}
 
 
 def _owners(holdings: Sequence[Holding], name: str) -> list[tuple[int, Box]]:
-    """The first rank that holds each slice of a tensor, of those that are not empty."""
+    """Return each non-empty slice of a tensor with the first rank that holds it."""
     first_rank: dict[Box, int] = {}
     for rank, holding in enumerate(holdings):
         box = holding.get(name)
@@ -78,7 +78,7 @@ def _owners(holdings: Sequence[Holding], name: str) -> list[tuple[int, Box]]:
 
 
 def inside(box: Box) -> tuple[slice, ...]:
-    """The index of a slice in its whole tensor."""
+    """Return the index of a slice in its whole tensor."""
     return tuple(
         slice(start, start + size) for start, size in zip(box.start, box.size, strict=True)
     )

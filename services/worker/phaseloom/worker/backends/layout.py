@@ -1,17 +1,18 @@
-"""The places of all managed tensors: weights, gradients, masters, AdamW's moments and step counter.
+"""The layout of all managed tensors: weights, gradients, masters, AdamW moments and step counter.
 
-On the device lies the heap; the optimizer's part may live in host memory instead, behind the heap's
-copy in the host extent. Offsets are of that extent, whose beginning is as the heap.
+The heap lies on the device. The optimizer's part may live in host memory instead, at the end of the
+rank's host extent, behind the heap's copy. Offsets refer to that extent, which begins like the
+heap.
 
-One layout rule for all backends: regions follow one another, each holds the parameters at 64-byte
-offsets in one order. That order is by name, unless a runtime fuses parameters (see `megatron`). So
-the weights region has the same bytes in a policy, a sampler and, unless there are experts (see
-`experts`), a weights version, and each region doubles as one flat tensor for elementwise work; the
-padding between tensors is zero and stays zero. Over several ranks each heap holds the rank's
-shards, with room for the padding that makes them as large on every rank. Pure; no torch.
+All backends follow one rule. Regions follow one another, and each holds the parameters at 64-byte
+offsets in the same order: by name, unless a runtime fuses parameters (see `megatron`). So the
+weights region has the same bytes in a policy, a sampler and a weights version (for experts see
+`experts`), and each region doubles as one flat tensor for elementwise work. The padding between
+tensors is zero and stays zero. With several ranks, each heap holds the rank's shards, padded to the
+same size on all ranks. Pure; no torch.
 
-Weights are float32 or bfloat16; whatever else training keeps is float32. Weights in bfloat16 have
-*masters*: the weights in float32, which the optimizer updates and the weights are rounded from.
+Weights are float32 or bfloat16; all other training state is float32. bfloat16 weights have
+*masters*: float32 copies that the optimizer updates and from which the weights are rounded.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ FLOAT32, BFLOAT16 = "float32", "bfloat16"
 FLOAT32_BYTES = 4
 
 MASTER = ".master"
-"""The end of the name of a master's slot, behind its parameter's."""
+"""Suffix of a master's slot name, after its parameter's name."""
 STEP = "step"
-"""The name of the slot that counts optimizer steps."""
+"""Name of the slot that counts optimizer steps."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """Bytes [start, stop) of a heap and the parameters in it, by name, all of one dtype."""
+    """The bytes [start, stop) of a heap, and the parameters in them, all of one dtype."""
 
     start: int
     stop: int
@@ -50,17 +51,17 @@ class Region:
 
     @property
     def files(self) -> list[TensorSlot]:
-        """The region's tensors, by the names and in the order of files; see `experts`."""
+        """The region's tensors, with the names and in the order of files; see `experts`."""
         return file_slots(self.slots)
 
 
 @dataclass(frozen=True)
 class TrainingLayout:
-    """The regions of training state, which are equally long and have each tensor at the same
-    place."""
+    """The regions of training state. All have the same length and the same tensors at the same
+    relative offsets."""
 
     masters: Region | None
-    """The masters; None: the weights are float32, and their own masters."""
+    """None if the weights are float32, and so their own masters."""
     gradients: Region
     exp_avg: Region
     exp_avg_sq: Region
@@ -70,7 +71,7 @@ class TrainingLayout:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes from offset 0 to the end of the last slot."""
+        """Bytes from offset 0 to the end of the last slot."""
         return align(self.step.offset + FLOAT32_BYTES)
 
     @property
@@ -85,7 +86,7 @@ class TrainingLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """All regions of one deployment; `training` is None unless it is trainable."""
+    """All regions of a deployment. `training` is None unless it is trainable."""
 
     weights: Region
     training: TrainingLayout | None = None
@@ -97,7 +98,7 @@ class Layout:
 
     @property
     def heap_bytes(self) -> int:
-        """The bytes on the device."""
+        """Bytes on the device."""
         if self.training is None:
             return self.weights.stop
         if self.training.is_on_host:
@@ -106,7 +107,7 @@ class Layout:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes in host memory alone, from `host_start` of the heap on."""
+        """Bytes that exist in host memory only, from the heap's `host_start` on."""
         if self.training is None or not self.training.is_on_host:
             return 0
         return self.training.num_bytes - host_start(self.heap_bytes)
@@ -116,26 +117,26 @@ class Layout:
 class Shard:
     """A rank's slice of a parameter.
 
-    It has room for `padded_shape`, whose last rows may be padding, so that all ranks' slices are of
-    one size.
+    `padded_shape` may have extra rows of padding at the end, so that all ranks' slices have one
+    size.
     """
 
     shape: list[int]
     padded_shape: list[int]
     global_shape: list[int] = field(default_factory=list)
-    """The shape of the parameter; empty: this slice is all of it."""
+    """Shape of the whole parameter; empty if this slice is all of it."""
     start: list[int] = field(default_factory=list)
-    """The place of the slice's first element in the parameter."""
+    """Index of the slice's first element in the parameter."""
 
     @property
     def rows(self) -> range:
-        """The rows of the parameter that the slice has elements of."""
+        """The rows of the parameter that the slice covers."""
         first = self.start[0] if self.start else 0
         return range(first, first + self.shape[0])
 
 
 def shard(shape: Sequence[int], ranks: RankGroup) -> Shard:
-    """Shard a parameter over ranks as FSDP2 does: by rows."""
+    """Shard a parameter over ranks by rows, as FSDP2 does."""
     if not shape:
         return Shard([], [])
     rows = layouts.chunk(shape[0], ranks.world_size, ranks.rank)
@@ -149,14 +150,14 @@ def shard(shape: Sequence[int], ranks: RankGroup) -> Shard:
 
 
 _KEEPS_ADAPTERS = frozenset({"sampler", "vllm"})
-"""Backends that read with versions of other adapters."""
+"""Backends that can read with versions of other adapters."""
 
 
 def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
-    """Check that the deployment's backend supports its layout.
+    """Check that the deployment's backend supports its layout and its options.
 
-    Raises: CallerError: FAILED_PRECONDITION: the backend does not spread a model over an axis, or a
-            choice about training is made where nothing is trained.
+    Raises: CallerError: FAILED_PRECONDITION: the backend does not support an axis of the layout, or
+             a training option is set on a deployment that is not trainable.
     """
     layouts.check_layout(spec.layout)
     if spec.optimizer_on is OptimizerOn.HOST and not spec.trainable:
@@ -221,8 +222,9 @@ def plan(
 ) -> Layout:
     """Lay out a rank's shards of parameters, and their training state if `trainable`.
 
-    Args:   shapes: the shapes of the whole parameters. dtype: the dtype of the weights.
-    Raises: CallerError: FAILED_PRECONDITION: experts of an odd size.
+    Args: shapes: shapes of the whole parameters.
+          dtype: dtype of the weights.
+    Raises: CallerError: FAILED_PRECONDITION: an expert's projection has an unaligned size.
     """
     shards = {name: shard(shapes[name], ranks) for name in sorted(shapes)}
     return lay_out(shards, trainable=trainable, optimizer_on=optimizer_on, dtype=dtype)
@@ -235,9 +237,9 @@ def lay_out(
     optimizer_on: OptimizerOn = OptimizerOn.DEVICE,
     dtype: str = FLOAT32,
 ) -> Layout:
-    """Lay out a rank's shards, in each region in the order given, and their training state."""
+    """Lay out a rank's shards in the given order, and their training state if `trainable`."""
     weights = _region(shards, 0, Role.WEIGHT, "", dtype)
-    file_slots(weights.slots)  # refuses what cannot be aligned
+    file_slots(weights.slots)  # raises if a slot cannot be aligned
     if not trainable:
         return Layout(weights)
     masters = None

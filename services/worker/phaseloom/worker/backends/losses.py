@@ -1,6 +1,6 @@
 """The losses of the contract, as plain sums over N positions.
 
-lp: the learner's log-probability of the target, q: the sampler's, r = exp(lp − q).
+lp is the learner's log-probability of the target, q the sampler's, and r = exp(lp − q).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from phaseloom.common.contract.operations import ForwardBackward, Loss
 def loss_sum(
     args: ForwardBackward, lp_N: torch.Tensor, q_N: torch.Tensor, coefficient_N: torch.Tensor
 ) -> torch.Tensor:
-    """The loss of `args` summed over positions.
+    """Sum the loss of `args` over positions.
 
     Args: coefficient_N: weights (cross_entropy) or advantages.
     """

@@ -1,9 +1,9 @@
 """Hugging Face causal LMs whose parameters live in a rank's device memory.
 
-Shared by all torch backends, so that one spec gives the same weights at the same offsets in each of
-them. Buffers that follow from the config alone (rotary frequencies) stay outside the heap: they are
-no state. Weights are float32 or bfloat16, as the config's `dtype` says; they are drawn in float32
-and rounded.
+All torch backends share this module, so the same spec gives the same weights at the same offsets in
+each of them. Buffers that follow from the config alone, such as rotary frequencies, are not state
+and stay outside the heap. Weights are drawn in float32 and rounded to the config's `dtype`, float32
+or bfloat16.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ TORCH_DTYPES: Final = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}
 
 
 def model_config(spec: ModelSpec) -> PreTrainedConfig:
-    """The model's config. Raises: CallerError: an architecture, dtype or value is not supported."""
+    """Build the model's config.
+
+    Raises: CallerError: an architecture, a dtype or a value is not supported.
+    """
     values = dict(spec.config)
     model_type = values.pop("model_type", None)
     check_model_type(model_type)
@@ -58,12 +61,12 @@ def model_config(spec: ModelSpec) -> PreTrainedConfig:
 
 
 def max_positions(config: PreTrainedConfig) -> int:
-    """The most tokens of a sequence."""
+    """Return the longest sequence that the model supports, in tokens."""
     return int(config.max_position_embeddings)
 
 
 def weights_dtype(spec: ModelSpec) -> str:
-    """The dtype of the model's weights. Raises: CallerError: it is not supported."""
+    """Return the dtype of the model's weights. Raises: CallerError: it is not supported."""
     dtype = spec.config.get("dtype", spec.config.get("torch_dtype")) or FLOAT32
     if dtype not in (FLOAT32, BFLOAT16):
         raise CallerError(
@@ -75,7 +78,7 @@ def weights_dtype(spec: ModelSpec) -> str:
 
 
 def config_dict(model: PreTrainedModel, spec: ModelSpec) -> dict[str, Any]:
-    """The config for the file beside the deployment's weights: the model's `config.json`, or the
+    """Return the config to save with the deployment's weights: the model's `config.json`, or the
     adapter's config."""
     if spec.adapter is not None:
         return adapter_config(spec)
@@ -99,11 +102,11 @@ def _from_config(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def build_model(spec: ModelSpec) -> PreTrainedModel:
-    """The float32 model drawn from `init_seed`; the global generator is left as it was.
+    """Build the float32 model, drawn from `init_seed`, without changing the global generator.
 
-    The weights of a registered model are left as the allocator gave them, untouched, so that they
-    take no memory: `pretrained.fill` reads them into the heap, or `SharedBase` maps them where they
-    have an adapter, which is drawn here.
+    A registered model's weights stay uninitialized, so that they take no memory. `pretrained.fill`
+    later reads them into the heap. Under an adapter, `SharedBase` maps them instead; the adapter
+    itself is drawn here.
     """
     config = model_config(spec)
     if spec.pinned is not None:
@@ -119,7 +122,7 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, list[int]]:
-    """Shapes of a deployment's own parameters by name (`own_parameters`); allocates nothing."""
+    """Return the shapes of a deployment's own parameters (`own_parameters`). Allocates nothing."""
     with torch.device("meta"):
         model = _from_config(model_config(spec))
         if spec.adapter is not None:
@@ -128,8 +131,8 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, list[int]]:
 
 
 def adapted_weights(spec: ModelSpec) -> dict[str, str]:
-    """The name of the weight of each layer that has an adapter, tied ones by their first names;
-    allocates nothing."""
+    """Return the weight's parameter name for each layer with an adapter. Tied weights have their
+    first name. Allocates nothing."""
     with torch.device("meta"):
         model = _from_config(model_config(spec))
         assert spec.adapter is not None
@@ -143,15 +146,15 @@ def adapted_weights(spec: ModelSpec) -> dict[str, str]:
 
 
 class HeapTensors:
-    """Torch's view of a heap, and of the state behind it that lives in host memory.
+    """torch tensors over a heap, and over the state behind it that lives in host memory.
 
-    The tensors keep the mappings alive, not their content.
+    The tensors keep the mappings alive, but not their content.
     """
 
     def __init__(self, heap: DeviceMemory) -> None:
         self._bytes = as_tensor(heap)
         self.device = self._bytes.device
-        """The device of the heap."""
+        """Device of the heap."""
         self._host_start = host_start(heap.num_bytes)
         self._host = torch.empty(0, dtype=torch.uint8)
 
@@ -160,7 +163,7 @@ class HeapTensors:
         self._host = torch.frombuffer(buffer, dtype=torch.uint8)
 
     def view(self, slot: TensorSlot, shape: Sequence[int] | None = None) -> torch.Tensor:
-        """The tensor over a slot. Args: shape: a shape of more rows than the slot has, for its
+        """Return the tensor over a slot. Args: shape: the slot's shape with extra rows of
         padding."""
         shape = slot.shape if shape is None else shape
         dtype = TORCH_DTYPES[slot.dtype]
@@ -171,7 +174,7 @@ class HeapTensors:
         return {name: self.view(slot) for name, slot in region.slots.items()}
 
     def flat(self, region: Region) -> torch.Tensor:
-        """The region as one vector, the zero padding between tensors included."""
+        """Return the region as one vector, including the zero padding between tensors."""
         return self._between(region.start, region.stop).view(TORCH_DTYPES[region.dtype])
 
     def _between(self, start: int, stop: int) -> torch.Tensor:
@@ -183,8 +186,8 @@ class HeapTensors:
 def as_little_endian(
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Tensors as arrays, aliasing them where the machine allows; of bfloat16, which numpy lacks, as
-    int16."""
+    """Yield tensors as little-endian arrays, without a copy where possible. bfloat16, which numpy
+    lacks, becomes int16."""
     for name, tensor in tensors:
         on_host = tensor.detach().cpu()
         array = (on_host.view(torch.int16) if on_host.dtype == torch.bfloat16 else on_host).numpy()
@@ -192,7 +195,7 @@ def as_little_endian(
 
 
 def return_freed_memory() -> None:
-    """Give back to the system what malloc keeps after a model moved into its heap."""
+    """Return to the system the memory that malloc keeps after a model moved into its heap."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

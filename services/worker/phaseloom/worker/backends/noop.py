@@ -1,11 +1,11 @@
-"""Backend that answers with well-formed, trivial results: for benches of the mesh alone.
+"""A backend that computes nothing and returns valid, trivial results, for benchmarks of the mesh.
 
-The model's config may say how large its state is and how long it takes, so that switches and gaps
-are as those of a real model on a machine that has none:
+The model's config may set the size of its state and the duration of operations, so that switches
+and gaps resemble those of a real model:
 
-    {"num_floats": 16, "seconds": {"generate": 0.5, "forward_backward": 0.3}}
+  {"num_floats": 16, "seconds": {"generate": 0.5, "forward_backward": 0.3}}
 
-With `decode` in place of the seconds of `generate` its rows end one after another: `noopdecode`.
+With `decode` instead of the seconds of `generate`, rows end one after another (see `noopdecode`).
 """
 
 from __future__ import annotations
@@ -48,15 +48,17 @@ if TYPE_CHECKING:
 
 
 _PASS_S = 0.01
-"""The time between two boundaries of an operation, at which its share of the device may change."""
+"""Seconds between two boundaries of an operation, at which its device share may change."""
 
 
 class NoopBackend:
-    """`Backend` whose state never changes."""
+    """A `Backend` whose state never changes."""
 
     def __init__(self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE) -> None:
-        """Start on an emulated device. Raises: CallerError: FAILED_PRECONDITION: the device is not
-        emulated."""
+        """Start on an emulated device.
+
+        Raises: CallerError: FAILED_PRECONDITION: the device is not emulated.
+        """
         if not isinstance(heap, Heap):
             raise CallerError(
                 "the noop backend runs on emulated devices only",
@@ -84,11 +86,11 @@ class NoopBackend:
         """Do nothing: no state lives in host memory."""
 
     def check_generate(self, args: Generate) -> None:
-        """Accept everything: nothing is computed."""
+        """Accept every request."""
 
     def generate(self, requests: Seq[Generate], watch: Watch) -> None:
-        """Answer every prompt with the one token 0, cut off by length. Where the config says how
-        decoding takes its time, answer with as many tokens as are drawn."""
+        """Answer every prompt with one token 0 that ends by length. If the config has `decode`,
+        follow it instead."""
         if self._decoding is not None:
             decode(self._decoding, requests, watch, self.at_boundary)
             return
@@ -110,14 +112,14 @@ class NoopBackend:
             watch.ended(i, GenerateResult(groups, logprobs, [*zeroes], [*zeroes]))
 
     def check_forward(self, args: Forward) -> None:
-        """Accept everything: nothing is computed."""
+        """Accept every request."""
 
     def forward(self, args: Forward) -> ForwardResult:
         self._take("forward")
         return ForwardResult([bytes(4 * length(datum.targets)) for datum in args.batch])
 
     def check_forward_backward(self, args: ForwardBackward) -> None:
-        """Accept everything: nothing is computed."""
+        """Accept every request."""
 
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
         self._take("forward_backward")
@@ -127,7 +129,7 @@ class NoopBackend:
         )
 
     def check_optim_step(self, args: OptimStep) -> None:
-        """Accept everything: nothing is computed."""
+        """Accept every request."""
 
     def optim_step(self, args: OptimStep) -> OptimStepResult:
         self._take("optim_step")
@@ -148,7 +150,7 @@ class NoopBackend:
         """Do nothing: there is no process group."""
 
     def _array(self, slot: TensorSlot) -> np.ndarray[Any, Any]:
-        import numpy as np  # not for each of hundreds of ranks that compute nothing
+        import numpy as np  # imported late: hundreds of noop ranks on one machine need no numpy
 
         flat = np.frombuffer(self._buffer, "<f4", count=prod(slot.shape), offset=slot.offset)
         return flat.reshape(slot.shape)

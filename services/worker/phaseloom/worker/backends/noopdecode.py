@@ -1,13 +1,13 @@
-"""The time that decoding takes on a device, without the device: for benches of scheduling.
+"""Simulates the time that decoding takes on a device, for benchmarks of scheduling.
 
-The model's config says it under `decode`:
+The model's config sets it under `decode`:
 
-    {"step_s": 0.004, "row_s": 0.00002, "prompt_token_s": 0.0001, "mean_tokens": 250}
+  {"step_s": 0.004, "row_s": 0.00002, "prompt_token_s": 0.0001, "mean_tokens": 250}
 
-A step adds a token to every open row and takes a fixed time, in which the weights are read, and one
-for each row; a prompt's tokens take theirs before the first step. A row has `mean_tokens` new ones
-on average, drawn from (seed, sample): at each token it ends with the same chance. They are all 0.
-Waiting costs no processor, so emulated devices do not slow one another down.
+Prefill takes `prompt_token_s` per prompt token. Each step then adds a token to every open row: it
+takes `step_s` for reading the weights, plus `row_s` per row. A row's number of new tokens is drawn
+by (seed, sample) with the mean `mean_tokens`, as if it ended with the same probability at each
+token. All tokens are 0. Waiting uses no CPU time, so emulated devices do not slow each other down.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Decoding(msgspec.Struct, frozen=True):
 @dataclass(slots=True)
 class _Row:
     num_new: int
-    """The number of new tokens until the row ends."""
+    """Number of new tokens until the row ends."""
     is_at_limit: bool
     done: int = 0
     num_reported: int = 0
@@ -96,7 +96,7 @@ def decode(
 
 
 def _rows(decoding: Decoding, args: Generate) -> list[_Row]:
-    """The rows of a request, by prompt and sample."""
+    """Return a request's rows, in the order of prompts and samples."""
     limit = args.sampling.max_tokens
     return [
         _row(decoding, prompt, prompt.sample + k, limit)
@@ -112,7 +112,7 @@ def _row(decoding: Decoding, prompt: Prompt, sample: int, limit: int) -> _Row:
 
 
 def _new_tokens(args: Generate, rows: list[_Row]) -> list[DrawnTokens]:
-    """The tokens that a request's rows have got since the last time."""
+    """Return the tokens that a request's rows have got since the last report."""
     tokens = []
     for k, row in enumerate(rows):
         start, row.num_reported = row.num_reported, row.done

@@ -1,9 +1,8 @@
-"""Fused AdamW over flat regions, which runs where its moments live.
+"""Fused AdamW over flat regions. It runs where the moments live.
 
-Where the moments live in host memory the step runs there: weights and gradients that lie on a
-device come to the host a piece at a time, and the new weights go back. The step is elementwise and
-all is float32, so the pieces give what the whole would. Imports the standard library and torch
-only.
+If the moments live in host memory, the step runs on the CPU: weights and gradients come to the host
+one piece at a time, and the new weights go back. The step is elementwise in float32, so cutting it
+into pieces changes no bit. Imports only the standard library and torch.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch.optim.adamw import adamw
 
 PIECE = 16 * 1024 * 1024
-"""The elements of a piece; at this length all lanes of a vector register are in use."""
+"""Elements of a piece. Its multiple of 64 fills all lanes of vector registers."""
 
 
 @dataclass(frozen=True)
@@ -28,20 +27,20 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class Moments:
-    """AdamW's moments of the weights, element by element, and the number of steps taken."""
+    """AdamW's moments, element by element like the weights."""
 
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     step: torch.Tensor
-    """The number of steps taken, one float32."""
+    """The number of steps taken, as one float32."""
 
 
 def take_step(
     weights: torch.Tensor, gradients: torch.Tensor, moments: Moments, adam: Hyperparameters
 ) -> None:
-    """Update weights and moments in place, where the moments are.
+    """Update weights and moments in place, on the device of the moments.
 
-    On return, work that is launched on the default stream sees the new weights.
+    After it returns, work launched on the default stream sees the new weights.
     """
     if weights.device == moments.exp_avg.device:
         _step(weights, gradients, moments, adam)
@@ -65,7 +64,8 @@ def take_step_in_pieces(
         w, g = staged[0, : part.stop - start], staged[1, : part.stop - start]
         w.copy_(weights[part])
         g.copy_(gradients[part])
-        # Each piece counts the same step.
+        # `adamw` increments the step counter. Each piece must count the same step, so it gets a
+        # copy.
         step = moments.step.clone()
         _step(w, g, Moments(moments.exp_avg[part], moments.exp_avg_sq[part], step), adam)
         weights[part].copy_(w)

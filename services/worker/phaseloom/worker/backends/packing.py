@@ -1,13 +1,13 @@
-"""Samples packed into the passes of a model, each shared prefix once.
+"""Packs samples into passes of a model, with each shared prefix computed once.
 
-The samples of a group continue one prompt. Samples that follow one another and begin alike become
-one row: the prefix, then one branch a sample, which sees the prefix and itself. A row of 16 short
-continuations so costs a third of 16 rows, with the same result. Rows of similar length form a pass;
-padding is on the right, where no real position sees it. How a batch is packed depends on its tokens
-alone, so the same operation always computes the same way. Pure; no torch.
+The samples of a group continue the same prompt. Consecutive samples with a common beginning become
+one row: the prefix, then one branch per sample. A branch sees the prefix and itself. A row of 16
+short continuations then costs a third of 16 rows, with the same result. Rows of similar length form
+a pass. They are padded on the right, where no real position sees the padding. Packing depends only
+on the batch's tokens, so the same operation always computes the same way. Pure; no torch.
 
-Shapes: B rows, T columns, N positions that are asked for. Where positions have several targets,
-targets and coefficients are (N, K).
+Shapes: B rows, T columns, N requested positions. With several targets per position, targets and
+coefficients are (N, K).
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ import numpy.typing as npt
 from phaseloom.worker.backends.batch import Batch, Floats, Ints
 
 ROW_TOKENS = 256
-"""The longest row to which another branch is added: attention computes all pairs within a row."""
+"""Longest row that may get another branch. Attention computes all pairs of positions within a
+row."""
 
 PASS_TOKENS = 4096
-"""The most tokens in a pass, padding included: bounds activation memory. One row may exceed it."""
+"""Most tokens in a pass, padding included. Bounds activation memory; a single row may exceed it."""
 
 PASS_OVERHEAD_TOKENS = 96
-"""The cost of one more pass, in tokens of padding: measured on a 0.8 M model on a CPU thread."""
+"""Cost of one more pass, in tokens of padding. Measured on a model of 0.8 M parameters on one CPU
+thread."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Samples `members` with their first `prefix` tokens in common; a lone one is all prefix."""
+    """Samples `members` that share their first `prefix` tokens. A row of one sample is all
+    prefix."""
 
     members: list[int]
     prefix: int
@@ -42,23 +45,23 @@ class Row:
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward pass of the model, with the positions whose targets it predicts."""
+    """One forward pass of the model, and the positions whose targets it predicts."""
 
     tokens_BT: Ints
     positions_BT: Ints
     branches_BT: Ints
-    """The branch of each token: 0 the prefix, then 1, 2, …; -1 padding."""
+    """The branch of each token: 0 for the prefix, then 1, 2, …; -1 for padding."""
     index_N: Ints
-    """The index of each position asked for: row × T + column."""
+    """Index of each requested position in the flattened pass: row × T + column."""
     source_N: Ints
-    """The index of each position asked for in the batch's arrays."""
+    """Index of each requested position in the batch's arrays."""
     targets_N: Ints
     q_N: Floats
     coefficient_N: Floats
 
     @property
     def visible_BTT(self) -> npt.NDArray[np.bool_] | None:
-        """The mask of the positions j that position i may see; None: plain causal attention."""
+        """True where position i may see position j; None stands for plain causal attention."""
         if not (self.branches_BT > 0).any():
             return None
         of_i_BT1, of_j_B1T = self.branches_BT[:, :, None], self.branches_BT[:, None, :]
@@ -68,8 +71,8 @@ class Pass:
 
 
 def idle_pass() -> Pass:
-    """A pass over one token whose output nobody uses: it has no loss, and its gradients are exactly
-    zero."""
+    """Return a pass over one token without targets. It has no loss, and its gradients are exactly
+    0."""
     token_BT = np.zeros((1, 1), dtype=np.int64)
     none_N = np.zeros(0, dtype=np.int64)
     zero_N = np.zeros(0, dtype=np.float32)
@@ -77,10 +80,10 @@ def idle_pass() -> Pass:
 
 
 def passes(batch: Batch, *, only_used: bool, columns: int = 1) -> Iterator[Pass]:
-    """Pack a batch.
+    """Pack a batch into passes.
 
-    Args: only_used: whether to ask only for positions that count in the loss.
-          columns: the columns of a pass are a multiple of this.
+    Args: only_used: request only positions that count in the loss.
+          columns: pad each pass to a multiple of this many columns.
     """
     for rows in _grouped(_rows(batch)):
         packed = _pack(rows, batch, only_used=only_used, columns=columns)
@@ -89,7 +92,7 @@ def passes(batch: Batch, *, only_used: bool, columns: int = 1) -> Iterator[Pass]
 
 
 def _rows(batch: Batch) -> list[Row]:
-    """The rows of the batch. Greedy: a sample joins the row before it where that costs no more
+    """Merge samples into rows. Greedy: a sample joins the previous row unless that costs more
     tokens."""
     starts: list[int] = batch.starts.tolist()
     rows: list[Row] = []
@@ -107,7 +110,7 @@ def _rows(batch: Batch) -> list[Row]:
 
 
 def _joined(row: Row, i: int, prefix_T: Ints, tokens_T: Ints) -> Row | None:
-    """The row with sample i in it; None: that would cost tokens or make the row too long."""
+    """Return the row with sample i added; None if that costs tokens or makes the row too long."""
     prefix = _common_prefix(prefix_T, tokens_T)
     count = len(row.members)
     length = row.length + (row.prefix - prefix) * (count - 1) + tokens_T.size - prefix
@@ -123,7 +126,7 @@ def _common_prefix(a_T: Ints, b_T: Ints) -> int:
 
 
 def _grouped(rows: list[Row]) -> list[list[Row]]:
-    """Rows sorted by length, cut where padding would cost more than another pass."""
+    """Sort rows by length, and start a new pass where padding would cost more than one."""
     groups: list[list[Row]] = []
     for row in sorted(rows, key=lambda row: row.length):
         if groups and _fits(groups[-1], row):
@@ -139,14 +142,14 @@ def _fits(group: list[Row], row: Row) -> bool:
 
 
 def _pack(rows: list[Row], batch: Batch, *, only_used: bool, columns: int) -> Pass:
-    """Write all samples' positions at once; each member writes the prefix that it shares."""
+    """Write the positions of all samples at once. Every member writes the shared prefix again."""
     members = np.array([i for row in rows for i in row.members])
     counts = [len(row.members) for row in rows]
     lengths = batch.lengths_S[members]
     row_of = np.repeat(np.arange(len(rows)), counts)
     prefix_of = np.repeat([row.prefix for row in rows], counts)
     branch_of = np.concatenate([np.arange(1, count + 1) for count in counts])
-    # Branches lie behind the prefix one after the other; the first of a row starts at its end.
+    # Branches follow the prefix one after another; the first one of a row starts at its end.
     ends = np.cumsum(lengths - prefix_of)
     before_row = np.repeat(np.concatenate(([0], ends))[np.cumsum([0, *counts[:-1]])], counts)
     branch_start_of = ends - (lengths - prefix_of) - before_row + prefix_of

@@ -1,13 +1,13 @@
-"""Fills a rank's weights from the safetensors files of a registered model.
+"""Reads a rank's weights from the safetensors files of a registered model.
 
-A rank reads the rows that it holds and nothing else, a few megabytes at a time, straight into its
-heap: no process ever has a copy of the whole model. They are read past the page cache (`O_DIRECT`)
-where the file system allows it, so that a large model pushes nothing else out of memory. Their
-content was verified by the node's agent.
+A rank reads only the rows that it holds, a few megabytes at a time, straight into its heap. No
+process ever has a copy of the whole model. If the file system allows it, reads bypass the page
+cache (`O_DIRECT`), so a large model does not push other data out of memory. The node's agent has
+verified the files.
 
-Conversions are torch's. bfloat16 and float16 become float32 exactly; float32 is rounded where a
-rank holds bfloat16, and float32 values that were bfloat16 once come back exactly. The float32
-masters of bfloat16 weights are read from the files too, so that they lose nothing.
+torch converts dtypes. bfloat16 and float16 become float32 exactly. float32 is rounded if the rank
+holds bfloat16; values that were bfloat16 before come back exactly. The float32 masters of bfloat16
+weights are read from the files too, so they lose nothing.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor
 _PIECE_BYTES = 16 * 2**20
 _SUFFIX = ".safetensors"
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""The dtypes of files that can be read, by their names in safetensors."""
+"""The dtypes that can be read, by their names in safetensors."""
 _TIED: Final = {"lm_head.weight": "model.embed_tokens.weight"}
 """Head → embedding. With tied embeddings a file may have either or both; a model has the
 embedding."""
 _DERIVED = ".rotary_emb.inv_freq"
-"""The end of the names of buffers that old files have and that models compute."""
+"""Suffix of buffers that old files contain and that models compute themselves."""
 
 
 def fill(
@@ -49,7 +49,7 @@ def fill(
     names: Collection[str] = (),
     ties_embeddings: bool,
 ) -> None:
-    """Fill the weights of a heap, and their masters; gradients and moments stay as they are.
+    """Fill the weights of a heap and their masters. Gradients and moments stay unchanged.
 
     Args and Raises: as `fill_memory`.
     """
@@ -65,14 +65,15 @@ def fill_memory(
     names: Collection[str] = (),
     ties_embeddings: bool,
 ) -> None:
-    """Fill weights, and their masters, that lie in this memory.
+    """Fill the weights in this memory and their masters.
 
-    Args:   memory: uint8. slots: the tensors in it.
-            names: the names of all the model's weights, where the memory does not have all.
-            ties_embeddings: whether the model's head is its embedding.
-    Raises: CallerError: the files are of another model: a tensor is missing, has another shape or a
-            dtype that cannot be read, or belongs to no parameter. ResourceError: DATA_LOSS: a file
-            cannot be read.
+    Args: memory: uint8.
+          slots: the tensors in it.
+          names: names of all the model's weights, if the memory holds only some of them.
+          ties_embeddings: whether the model's head is its embedding.
+    Raises: CallerError: the files belong to another model: a tensor is missing, is not a parameter,
+             or has another shape or an unreadable dtype.
+            ResourceError: DATA_LOSS: a file cannot be read.
     """
     all_slots = [*slots]
     weights = [slot for slot in all_slots if slot.role is Role.WEIGHT]
@@ -100,13 +101,13 @@ class _Source:
 
     file: UncachedFile
     offset: int
-    """The offset of its bytes in the file."""
+    """Offset of its bytes in the file."""
     shape: list[int]
     dtype: str
-    """The dtype, by its name in safetensors."""
+    """The dtype's name in safetensors."""
 
     def read(self, index: tuple[slice, ...]) -> torch.Tensor:
-        """Read a slice of the tensor. Whole rows are read, whatever part of them is wanted."""
+        """Read a slice of the tensor. Reads whole rows, even if only some columns are needed."""
         dtype = _DTYPES[self.dtype]
         if not index:
             return torch.frombuffer(self.file.read(self.offset, dtype.itemsize), dtype=dtype).view(
@@ -121,7 +122,7 @@ class _Source:
 
 
 def _open(directory: ModelDirectory, stack: ExitStack) -> dict[str, _Source]:
-    """The tensors in the model's files, by name; their bytes are not read yet."""
+    """Return the tensors in the model's files, by name. Does not read their bytes yet."""
     sources: dict[str, _Source] = {}
     for file in directory.files:
         if not file.name.endswith(_SUFFIX):
@@ -144,7 +145,7 @@ def _unreadable(path: Path, error: Exception) -> ResourceError:
 
 
 def _tensors_in(path: Path, file: UncachedFile) -> dict[str, _Source]:
-    with safe_open(path, framework="pt") as opened:  # refuses whatever is not well formed
+    with safe_open(path, framework="pt") as opened:  # raises if the file is malformed
         names = [*opened.keys()]
         slices = {name: opened.get_slice(name) for name in names}
     start = 8 + int.from_bytes(file.read(0, 8), "little")
@@ -160,7 +161,10 @@ def _tensors_in(path: Path, file: UncachedFile) -> dict[str, _Source]:
 def _matched(
     expected: set[str], sources: Mapping[str, _Source], *, ties_embeddings: bool
 ) -> dict[str, _Source]:
-    """The file's tensor of each parameter. Raises: CallerError: some have no partner."""
+    """Return each parameter's tensor in the files.
+
+    Raises: CallerError: a parameter or a tensor has no match.
+    """
     by_name = {name: tensor for name, tensor in sources.items() if not name.endswith(_DERIVED)}
     if ties_embeddings:
         for head, embedding in _TIED.items():
@@ -201,8 +205,8 @@ def _read(slot: TensorSlot, source: _Source, memory: torch.Tensor) -> None:
 
 
 def _pieces(slot: TensorSlot, item_bytes: int) -> Iterator[tuple[slice, ...]]:
-    """Slices that cover a slot; the whole rows of the tensor for one are not much more than
-    `_PIECE_BYTES`."""
+    """Yield slices that cover a slot. Reading one reads whole rows of about `_PIECE_BYTES` in
+    total."""
     if not slot.shape:
         yield ()
         return

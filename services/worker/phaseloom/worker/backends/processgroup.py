@@ -1,4 +1,4 @@
-"""The process group of a WPG's ranks: how they meet, and how its end is told from other errors."""
+"""The process group of a WPG's ranks: joining it, and recognizing errors caused by its loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phaseloom.worker.backends.base import GroupBroken, RankGroup
 
 
 class Member:
-    """A backend with collective calls, which its process group may fail."""
+    """A backend with collective calls. They can fail because of its process group."""
 
     _is_broken = False
 
@@ -29,10 +29,10 @@ M = TypeVar("M", bound=Member)
 
 
 def collective(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-    """Distinguish the error of a broken group from an operation's own errors.
+    """Convert errors of a broken process group into `GroupBroken`.
 
-    The first error of a broken group names gloo or NCCL; those that follow may not, and none has a
-    class of its own.
+    The first such error names gloo or NCCL, but later ones may not, and torch has no class for
+    them. So once the group is broken, every later `RuntimeError` counts as `GroupBroken`.
     """
 
     @functools.wraps(method)
@@ -51,14 +51,15 @@ def collective(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M
 def join_process_group(
     ranks: RankGroup, device_type: str, joined: ExitStack, replica: RankGroup | None = None
 ) -> None:
-    """Make the process's group if there is none yet. `joined` ends everything that is made here.
+    """Create the process's default group if there is none yet.
 
-    A store in a file needs no port that could collide; ranks on several nodes have a port that is
-    open already.
+    The ranks meet at a file, which needs no port that could collide. Ranks on several nodes use a
+    port that is open already.
 
-    Args:   replica: where the group is of a part of the ranks: the place among them, and their name
-            as `store_prefix`.
-    Raises: GroupBroken: the other ranks did not come.
+    Args: joined: cleans up everything that is created here.
+          replica: for a group of only some ranks: the position among them. Its `store_prefix` names
+              the group.
+    Raises: GroupBroken: the other ranks did not join.
     """
     group = replica or ranks
     if group.world_size == 1 and dist.is_initialized():
@@ -73,13 +74,13 @@ def join_process_group(
             timeout=timedelta(seconds=ranks.timeout_s),
         )
     except RuntimeError as error:
-        # Errors of the store, of gloo and of the rendezvous have no class in common.
+        # Errors of the store, of gloo and of the rendezvous share no class of their own.
         raise GroupBroken(f"not all {group.world_size} ranks came: {error}") from error
     joined.callback(dist.destroy_process_group)
 
 
 def largest(value: int, ranks: RankGroup) -> int:
-    """The largest of all ranks' values. Collective."""
+    """Return the largest of all ranks' values. Collective."""
     if ranks.world_size == 1:
         return int(value)
     maximum = torch.tensor(int(value))
@@ -88,7 +89,7 @@ def largest(value: int, ranks: RankGroup) -> int:
 
 
 def _store(ranks: RankGroup, joined: ExitStack) -> Store:
-    """The store where the ranks meet. Raises: RuntimeError: rank 0's node cannot be reached."""
+    """Return the store where the ranks meet. Raises: RuntimeError: rank 0's node is unreachable."""
     if ranks.store_address:
         host, _, port = ranks.store_address.rpartition(":")
         is_served = ranks.rank == 0
@@ -100,7 +101,7 @@ def _store(ranks: RankGroup, joined: ExitStack) -> Store:
             wait_for_workers=False,
             master_listen_fd=ranks.store_fd if is_served else None,
         )
-        # Ranks of another incarnation that come to this port use other names.
+        # Ranks of another incarnation may reach this port. They use another prefix.
         return PrefixStore(ranks.store_prefix, store)
     if ranks.world_size == 1:
         directory = joined.enter_context(tempfile.TemporaryDirectory(prefix="phaseloom-store-"))

@@ -1,9 +1,10 @@
-"""Uniform draws that are pure functions of (seed, sample, position).
+"""Uniform draws as pure functions of (seed, sample, position).
 
-Counter-based: no state, so a token's draw does not depend on the batch it is computed in, on what
-was generated before, or on who computes it. The mixer is splitmix64's finaliser (Steele, Lea,
-Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014), chained over the three
-counters.
+The generator is counter-based and has no state. A token's draw therefore does not depend on its
+batch, on earlier tokens, or on the process that computes it. The mixer is splitmix64's finaliser,
+chained over the three counters.
+
+Source: Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ def _mix(x: Uint64s) -> Uint64s:
 def uniform(
     seeds: npt.ArrayLike, samples: npt.ArrayLike, positions: npt.ArrayLike
 ) -> npt.NDArray[np.float64]:
-    """Draws in [0, 1), multiples of 2^-32, of the shape to which the arguments broadcast.
+    """Return draws in [0, 1), of the shape to which the arguments broadcast.
 
-    They have 32 bits, so that draw × total < total holds exactly in float64 when inverting a CDF.
+    They are multiples of 2^-32. With 32 bits, draw × total < total holds exactly in float64, which
+    inverting a CDF relies on.
 
     Args: seeds: in [0, 2^64), see `wrapped`.
     """
@@ -40,7 +42,7 @@ def uniform(
 
 
 def wrapped(seeds: list[int]) -> Uint64s:
-    """Seeds modulo 2^64: any integers may be seeds."""
+    """Return seeds modulo 2^64, so that any integer can be a seed."""
     return np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
 
 
@@ -51,9 +53,9 @@ def uniforms(
     first_samples: Sequence[int] = (0,),
     first_positions: Sequence[int] = (0,),
 ) -> npt.NDArray[np.float64]:
-    """Draws of whole sequences, as `uniform`: (len(seeds), num_samples, num_positions).
+    """Return the draws of whole sequences, shape (len(seeds), num_samples, num_positions).
 
-    Args: first_samples, first_positions: the first value of each counter, for each seed or for all.
+    Args: first_samples, first_positions: first value of each counter, for each seed or for all.
     """
     samples_PK = _counted(first_samples, num_samples)
     positions_PI = _counted(first_positions, num_positions)

@@ -1,4 +1,8 @@
-"""Log-probabilities of given targets under a model, the same for every torch backend."""
+"""Log-probabilities of given targets, computed the same way for every torch backend.
+
+Shapes: B rows, T columns, N requested positions, H hidden, K targets or likeliest tokens per
+position, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +22,25 @@ from phaseloom.worker.backends.packing import Pass, passes
 
 
 class Scorer(nn.Module):
-    """Runs a causal LM's body over packed rows and its head on the positions asked for only.
+    """Runs a causal LM's body over packed rows, and its head only on the requested positions.
 
-    A module of its own, so that FSDP2 has one root whose forward is all that is ever called.
+    It is a module of its own so that FSDP2 has a single root, whose forward is all that is ever
+    called.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        """Args: dtype: the dtype of the weights while the model runs."""
+        """Args: dtype: dtype of the weights while the model runs."""
         super().__init__()
         self.model = model
         self._dtype = dtype
 
     def forward(self, packed: Pass) -> torch.Tensor:
-        """The log-probabilities of the targets: (N,), or (N, K) where positions have several."""
+        """Return the targets' log-probabilities: (N,), or (N, K) with several targets per
+        position."""
         return _of_targets(self.logits(packed), packed)
 
     def logits(self, packed: Pass) -> torch.Tensor:
-        """(N, V) float32 logits at the positions asked for."""
+        """Return (N, V) float32 logits at the requested positions."""
         model: Any = self.model
         device = model.device
         tokens_BT = torch.from_numpy(packed.tokens_BT).to(device)
@@ -68,14 +74,13 @@ def _of_targets(logits_NV: torch.Tensor, packed: Pass) -> torch.Tensor:
 
 
 def logprobs(scorer: Scorer, batch: Batch, packed: Iterable[Pass] | None = None) -> list[bytes]:
-    """The log-probabilities of each sample's targets, (T · K,) little-endian float32, K targets a
-    position.
+    """Return the log-probabilities of each sample's targets, as (T · K,) little-endian float32.
 
-    Args: packed: the batch's passes, where more of them must be run than it has itself.
+    Args: packed: passes to run instead of the batch's own, if idle passes must follow them.
     """
     lp_N = np.empty(batch.targets_N.shape, dtype="<f4")
     for item in passes(batch, only_used=False) if packed is None else packed:
-        if item.index_N.size:  # an idle pass has none
+        if item.index_N.size:  # an idle pass requests no position
             lp_N[item.source_N] = scorer(item).cpu().numpy()
         else:
             scorer(item)
@@ -90,15 +95,16 @@ class Scores:
     """Log-probabilities of one sample, little-endian."""
 
     logprobs: bytes
-    """The log-probabilities of its targets, (T,) float32."""
+    """Log-probabilities of its targets, (T,) float32."""
     top_tokens: bytes
     """The likeliest tokens at each position, likeliest first, (T, K) int32."""
     top_logprobs: bytes
-    """The log-probabilities of `top_tokens`, (T, K) float32."""
+    """Log-probabilities of `top_tokens`, (T, K) float32."""
 
 
 def scores(scorer: Scorer, batch: Batch, num_top: int) -> list[Scores]:
-    """The log-probabilities of each sample's targets, and of the K = `num_top` likeliest tokens."""
+    """Return the log-probabilities of each sample's targets and of its K = `num_top` likeliest
+    tokens."""
     lp_N = np.empty(batch.tokens_N.size, dtype="<f4")
     tokens_NK = np.empty((lp_N.size, num_top), dtype="<i4")
     lp_NK = np.empty((lp_N.size, num_top), dtype="<f4")

@@ -1,9 +1,9 @@
-"""The shaping of the distribution that a token is drawn from, by the parameters of a request.
+"""Shapes the distribution that a token is drawn from, by the parameters of a request.
 
-The steps and their order are vLLM's: bad words and penalties change the logits; then the likeliest
-token is taken, or the temperature divides them, and min-p, top-k and top-p leave tokens out. The
-distribution of a row depends on its own tokens alone. Log-probabilities in results are the model's
-own, before any of this.
+The steps and their order are those of vLLM. Bad words and penalties change the logits. Then, at
+temperature 0, the likeliest token is taken. Otherwise the temperature divides the logits, and
+min-p, top-k and top-p exclude tokens. A row's distribution depends on its own tokens only.
+Log-probabilities in results are the model's own, before any of this.
 
 Shapes: R rows of a request, B ≤ R of them still in the decoder's batch, V vocabulary.
 """
@@ -19,14 +19,14 @@ from phaseloom.common.contract.operations import SamplingParams
 
 
 def is_plain(params: SamplingParams) -> bool:
-    """Whether the temperature alone shapes the distribution."""
+    """Return whether only the temperature shapes the distribution."""
     return not (_penalises(params) or params.bad_words or _leaves_out(params))
 
 
 def check_bad_words(params: SamplingParams, vocab_size: int) -> None:
     """Check the bad words of a request.
 
-    Raises: CallerError: a token id is outside the vocabulary, or the bad words may leave no token.
+    Raises: CallerError: a token id is outside the vocabulary, or all tokens could be excluded.
     """
     for i, word in enumerate(params.bad_words):
         for token in word:
@@ -54,8 +54,8 @@ class Shaping:
         generated: Seq[Seq[int]],
         vocab_size: int,
     ) -> None:
-        """Args: prompts: the prompt of each row. generated: the tokens that each row has got
-        already."""
+        """Args: prompts: the prompt of each row.
+        generated: the tokens that each row has already."""
         self._params = params
         self._is_penalised = _penalises(params)
         num_rows = len(prompts)
@@ -69,7 +69,7 @@ class Shaping:
                     self._counts_RV[row, token] += 1
 
     def add(self, rows: Seq[int], tokens: Seq[int]) -> None:
-        """Note that each of these rows has got a token."""
+        """Record that each of these rows has got a token."""
         for row, token in zip(rows, tokens, strict=True):
             self._outputs[row].append(token)
             if self._is_penalised:
@@ -78,7 +78,8 @@ class Shaping:
     def draw(
         self, rows_B: torch.Tensor, logits_BV: torch.Tensor, draws_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens (B,) at these uniforms and the model's log-probabilities of them."""
+        """Draw tokens (B,) at these uniforms. Returns: the tokens and the model's log-probabilities
+        of them."""
         raw_BV = logits_BV.float()
         logprobs_BV = torch.log_softmax(raw_BV, dim=-1)
         shaped_BV = self._shaped(rows_B, raw_BV)
@@ -109,21 +110,22 @@ class Shaping:
 
 
 def inverted(probabilities_BV: torch.Tensor, draws_B: torch.Tensor) -> torch.Tensor:
-    """The first token of each row whose cumulated probability exceeds draw × total, so that one of
-    probability zero is never drawn."""
+    """Return each row's first token whose cumulative probability exceeds draw × total. The
+    comparison is strict, so a token of probability 0 is never drawn."""
     cdf_BV = probabilities_BV.double().cumsum(dim=-1)
     threshold_B = draws_B * cdf_BV[:, -1]
     return torch.searchsorted(cdf_BV, threshold_B[:, None], right=True).flatten()
 
 
 def _filtered(logits_BV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The logits, -inf where min-p, top-k or top-p leaves a token out; never the likeliest."""
+    """Set the logits that min-p, top-k or top-p exclude to -inf. The likeliest token always
+    stays."""
     if params.min_p > 0:
         probabilities_BV = torch.softmax(logits_BV, dim=-1)
         least_B1 = probabilities_BV.amax(dim=-1, keepdim=True) * params.min_p
         logits_BV = logits_BV.masked_fill(probabilities_BV < least_B1, -torch.inf)
     if 0 < params.top_k < logits_BV.shape[-1]:
-        # Tokens as likely as the last one stay too.
+        # Tokens that tie with the k-th one stay too.
         last_B1 = logits_BV.topk(params.top_k, dim=-1).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < last_B1, -torch.inf)
     if params.top_p < 1:

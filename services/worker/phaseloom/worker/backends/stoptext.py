@@ -1,9 +1,9 @@
-"""Stop strings in the text of new tokens, and the bytes of each token's text.
+"""Stop strings in the text of new tokens, and the text of each token as bytes.
 
-A token may be a part of a character, so a sample's text is compared as UTF-8 bytes. They come from
-the deployment's `token_texts`, or from the `tokenizer.json` of a registered model. Two of its forms
-are read: tokens of bytes (GPT-2, Llama 3, Qwen), and tokens of characters with `▁` for a space
-(Llama 2, Gemma). Special tokens have the text that they are written as.
+A token may be only part of a character, so texts are compared as UTF-8 bytes. Token texts come from
+the deployment's `token_texts` or from a registered model's `tokenizer.json`. Two forms of that file
+are supported: byte-level tokens (GPT-2, Llama 3, Qwen), and character tokens with `▁` for a space
+(Llama 2, Gemma). A special token has the text that it is written as.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ _SPACE: Final = "\u2581"
 
 
 class StopText:
-    """The end of a sample's new text, as much of it as a stop string may need."""
+    """The end of a sample's text, just long enough to recognize stop strings."""
 
     def __init__(
         self, stops: Sequence[str], token_bytes: Sequence[bytes], generated: Sequence[int]
     ) -> None:
-        """Args: token_bytes: the text of each token. generated: the sample's tokens so far."""
+        """Args: token_bytes: the text of each token.
+        generated: the sample's tokens so far."""
         self._stops = [stop.encode() for stop in stops]
         self._token_bytes = token_bytes
         self._keep = max(map(len, self._stops)) - 1
@@ -36,7 +37,7 @@ class StopText:
         self._remember(b"".join(token_bytes[token] for token in generated))
 
     def ends_with(self, token: int) -> bool:
-        """Whether a stop string is complete with this token's text."""
+        """Add a token. Returns: whether its text completes a stop string."""
         text = self._tail + self._token_bytes[token]
         self._remember(text)
         return any(stop in text for stop in self._stops)
@@ -46,10 +47,11 @@ class StopText:
 
 
 def token_bytes(spec: ModelSpec, vocab_size: int) -> list[bytes]:
-    """The UTF-8 bytes of each of the model's tokens; empty where a token has no text.
+    """Return the UTF-8 bytes of each of the model's tokens; empty if a token has no text.
 
-    Raises: CallerError: FAILED_PRECONDITION: the texts are not known, or the tokenizer's form
-            cannot be read. ResourceError: DATA_LOSS: the tokenizer's file cannot be read.
+    Raises: CallerError: FAILED_PRECONDITION: the texts are unknown, or the tokenizer's form is not
+             supported.
+            ResourceError: DATA_LOSS: the tokenizer's file cannot be read.
     """
     if spec.token_texts:
         return [text.encode() for text in spec.token_texts]
@@ -97,7 +99,7 @@ def _decoders(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
 
 
 def _pieces(vocab: dict[str, int] | list[tuple[str, float]]) -> Iterator[tuple[int, str]]:
-    """(token id, its piece as the tokenizer writes it)."""
+    """Yield each token id with its text as the tokenizer spells it."""
     if isinstance(vocab, dict):
         yield from ((token, piece) for piece, token in vocab.items())
     else:
@@ -105,11 +107,11 @@ def _pieces(vocab: dict[str, int] | list[tuple[str, float]]) -> Iterator[tuple[i
 
 
 _BYTES: Final = {char: bytes([byte]) for byte, char in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
-"""The character that stands for a byte in a tokenizer of bytes → the byte."""
+"""The character that a byte-level tokenizer writes for a byte → the byte."""
 
 
 def _unescaped(piece: str) -> bytes:
-    """A piece's text, where `<0x0A>` stands for a byte and `▁` for a space."""
+    """Return a token's text: `<0x0A>` stands for a byte and `▁` for a space."""
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         return bytes.fromhex(piece[3:5])
     return piece.replace(_SPACE, " ").encode()

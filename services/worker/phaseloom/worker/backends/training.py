@@ -1,5 +1,5 @@
-"""The base class of backends that train: masters, AdamW over flat regions, and the calls of
-`Backend` that they answer alike."""
+"""The base class of backends that train: masters, AdamW over flat regions, and shared `Backend`
+calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from phaseloom.worker.backends.processgroup import Member, collective, largest
 
 @dataclass(frozen=True)
 class Masters:
-    """Weights and the masters that they are rounded from, tensor by tensor; empty where the weights
+    """Weights and the masters that they are rounded from, tensor by tensor. Empty if the weights
     are their own masters."""
 
     weights: list[torch.Tensor]
@@ -56,7 +56,7 @@ class Masters:
             weight.copy_(master)
 
     def fill(self) -> None:
-        """Make masters of weights that came without any: all masters are zero then."""
+        """If all masters are zero, fill them from the weights, which came without masters."""
         if not any(master.any() for master in self.masters):
             for weight, master in zip(self.weights, self.masters, strict=True):
                 master.copy_(weight)
@@ -64,14 +64,14 @@ class Masters:
 
 @dataclass
 class Training:
-    """The flat float32 regions that the optimizer works on, padding included (it stays zero)."""
+    """The flat float32 regions for the optimizer. They include padding, which stays zero."""
 
     weights: torch.Tensor
-    """The masters or, where the weights are float32, the weights."""
+    """The masters; the weights themselves if they are float32."""
     gradients: torch.Tensor
     masters: Masters
     moments: Moments | None = None
-    """The moments; None: their host memory is not there yet (`Backend.use_host_memory`)."""
+    """None until their host memory is there (`Backend.use_host_memory`)."""
 
     @staticmethod
     def of(
@@ -90,8 +90,8 @@ class Training:
         self.moments = Moments(flat(layout.exp_avg), flat(layout.exp_avg_sq), step)
 
     def take_step(self, adam: AdamParams, norm: float) -> None:
-        """Take a step and zero the gradients. Args: norm: the norm of all ranks' gradients
-        together."""
+        """Update the weights and zero the gradients. Args: norm: over the gradients of all
+        ranks."""
         assert self.moments is not None
         if 0 < adam.grad_clip_norm < norm:
             self.gradients.mul_(adam.grad_clip_norm / norm)
@@ -105,16 +105,16 @@ class Training:
 
 
 class Base(Protocol):
-    """The weights under an adapter, which no heap has."""
+    """The frozen weights under an adapter, which lie outside every heap."""
 
     def refill(self) -> None:
-        """Copy the weights to the device again, if it has a copy of its own."""
+        """Copy the weights to the device again, if it has its own copy."""
 
 
 class TrainingBackend(Member, ABC):
-    """The part of a `Backend` that trains, and does not generate, in which its runtime has no say.
+    """The part of a training `Backend` that does not depend on its runtime.
 
-    The subclass sets the attributes, and computes passes and the norm of gradients.
+    The subclass sets the attributes, runs passes, and computes the norm of the gradients.
     """
 
     _name: str
@@ -124,11 +124,11 @@ class TrainingBackend(Member, ABC):
     _layout: Layout
     _masters: Masters
     _training: Training | None
-    """None: the deployment is not trainable."""
+    """None if the deployment is not trainable."""
     _base: Base | None
-    """The base of an adapter; None: all weights are in the heap."""
+    """The base of an adapter; None if all weights are in the heap."""
     _group: ExitStack
-    """Leaves the group of the ranks."""
+    """Leaves the process group."""
 
     @abstractmethod
     def forward(self, args: Forward) -> ForwardResult:
@@ -136,7 +136,7 @@ class TrainingBackend(Member, ABC):
 
     @abstractmethod
     def grad_norm(self, training: Training) -> float:
-        """The norm of all ranks' gradients together. Collective."""
+        """Return the norm of all ranks' gradients together. Collective."""
 
     def use_host_memory(self, buffer: memoryview) -> None:
         self._tensors.use_host_memory(buffer)
@@ -160,7 +160,7 @@ class TrainingBackend(Member, ABC):
 
     @collective
     def optim_step(self, args: OptimStep) -> OptimStepResult:
-        """Take a step. Raises: CallerError: the step cannot be taken; nothing has changed."""
+        """Update the weights. Raises: CallerError: the step cannot run; nothing has changed."""
         training = self._require_training()
         check_adam(args.adam)
         norm = self.grad_norm(training)
@@ -172,10 +172,8 @@ class TrainingBackend(Member, ABC):
             self._training.gradients.zero_()
 
     def weights_changed(self) -> None:
-        """Make masters of weights that came without any, as those of a version or a checkpoint.
-
-        Nothing else is derived from the weights in the heap.
-        """
+        """Refill what depends on the weights: masters, if a version or checkpoint came without
+        them, and the base's copy on the device."""
         if self._base is not None:
             self._base.refill()
         with torch.no_grad():
@@ -185,7 +183,7 @@ class TrainingBackend(Member, ABC):
         self._group.close()
 
     def _require_training(self) -> Training:
-        """The training state. Raises: CallerError: there is none."""
+        """Return the training state. Raises: CallerError: there is none."""
         if self._training is None:
             raise CallerError(
                 "the deployment is not trainable",
@@ -195,9 +193,9 @@ class TrainingBackend(Member, ABC):
         return self._training
 
     def _result(self, args: ForwardBackward, loss: float, num_tokens: int) -> ForwardBackwardResult:
-        """The result of gradients that were added. Collective.
+        """Check the accumulated gradients and build the result. Collective.
 
-        Args:   loss, num_tokens: of this rank's share.
+        Args: loss, num_tokens: of this rank's share.
         Raises: CallerError: on some rank the loss or a gradient is not finite.
         """
         is_finite = math.isfinite(loss)
@@ -216,10 +214,12 @@ class TrainingBackend(Member, ABC):
 
 
 def recompute(layers: Iterable[nn.Module]) -> None:
-    """Have each layer keep its inputs only, and compute the rest again in the backward pass, within
-    the hooks by which a runtime gathers its weights."""
+    """Make each layer keep only its inputs and recompute the rest in the backward pass.
+
+    The recomputation runs inside the hooks with which a runtime gathers the layer's weights.
+    """
     for layer in layers:
-        # There is no dropout, so no random state to restore.
+        # There is no dropout, so no random state needs restoring.
         layer.forward = functools.partial(
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
         )

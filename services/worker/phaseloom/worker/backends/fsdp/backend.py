@@ -1,18 +1,18 @@
-"""Training backend: a Hugging Face causal LM under FSDP2, all of whose state lives in the heap.
+"""Training backend: a Hugging Face causal LM under FSDP2, with all its state in the heap.
 
 Invariants
-- Parameters, gradients and AdamW state are views into the heap and never re-allocated: gradients
-  are added in place to the ones preset here, the optimizer works on the flat regions. So the heap's
-  bytes are the whole state, at any moment between two calls.
-- A rank that is alone has nothing to gather: its parameters are the heap's whole tensors, and FSDP2
-  and a process group, which would copy them around, are left out. The bits are the same.
-- After every pass parameters are sharded again, so FSDP2 keeps no copy that a load would leave
-  stale.
-- Weights in bfloat16 are their masters, rounded. FSDP2 shards the masters and gathers them rounded,
-  and adds up gradients in float32.
+- Parameters, gradients and AdamW state are views into the heap and are never reallocated. Autograd
+  adds in place to preset gradients, and the optimizer works on flat regions. Between two calls the
+  heap's bytes are therefore the whole state.
+- A rank that is alone has nothing to gather. Its parameters are the heap's whole tensors, without
+  FSDP2 or a process group, which would copy them around. The bits are the same.
+- Parameters are sharded again after every pass, so FSDP2 keeps no copy that would be stale after a
+  load.
+- bfloat16 weights are rounded masters. FSDP2 shards the masters, rounds them as it gathers them,
+  and reduces gradients in float32.
 - Losses are sums, so gradients are summed over ranks too, never averaged.
-- All ranks enter the same collectives in the same order: they run as many passes as the one with
-  the most does, and one that fails by itself between two collectives tells the others first.
+- All ranks enter the same collectives in the same order. Each runs as many passes as the busiest
+  rank. A rank that fails by itself between two collectives first tells the others.
 """
 
 from __future__ import annotations
@@ -90,18 +90,17 @@ from phaseloom.worker.backends.training import (
 from phaseloom.worker.state.devicememory import DeviceMemory
 
 DIVISIBLE_COLUMNS = 64
-"""On a device of several units, the columns of a pass are a multiple of this: how a row of odd
-length is divided among vector registers depends on the number of threads, and so do its last
-bits."""
+"""On a device of several compute units, a pass is padded to a multiple of this many columns.
+Otherwise the number of threads decides how an odd row is split over vector registers, and with it
+the last bits."""
 
 NORM_BLOCK = 4096
-"""On a device of several units, the number of elements that are summed at once for the norm: the
-same sums are added up in the same order, whatever the number of threads."""
+"""On a device of several compute units, the norm is summed in blocks of this many elements, so the
+order of additions does not depend on the number of threads."""
 
 
 class FsdpBackend(TrainingBackend):
-    """FSDP2 `Backend`. A rank's heap holds its shards; with one rank these are the
-    whole tensors."""
+    """The FSDP2 `Backend`. The heap holds the rank's shards; with one rank, whole tensors."""
 
     _name = "fsdp"
 
@@ -153,7 +152,8 @@ class FsdpBackend(TrainingBackend):
             move_parameters(self._scorer, moved, self._padded(masters or self._layout.weights))
             preset_gradients(self._model, gradients, mesh)
         if masters is not None and spec.model.pinned is not None and self._base is None:
-            # The weights come from files: then masters are made of them.
+            # The weights will be read from files. Zero masters are then filled from them
+            # (`Masters.fill`).
             self._tensors.flat(masters).zero_()
         self._masters = Masters.of(self._tensors, self._layout.weights, masters)
         self._training = None
@@ -187,8 +187,10 @@ class FsdpBackend(TrainingBackend):
 
     @collective
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
-        """Add gradients. Raises: CallerError: loss or gradients are not finite; the gradients are
-        spoilt."""
+        """Run passes and add their gradients.
+
+        Raises: CallerError: the loss or a gradient is not finite; the gradients are spoilt.
+        """
         self._require_training()
         loss = 0.0
         num_tokens = 0
@@ -211,12 +213,12 @@ class FsdpBackend(TrainingBackend):
 
     @property
     def _exchanges_masters(self) -> bool:
-        """Whether FSDP2 gathers the masters, which stand behind the weights, where there are any:
-        a rank that is alone computes with the weights."""
+        """Whether FSDP2 gathers the masters, which lie behind the weights in the heap. A rank that
+        is alone computes with the weights themselves."""
         return self._ranks.world_size > 1
 
     def weights_exchanged(self, name: str) -> None:
-        """Lend their masters, too, where it is these that FSDP2 gathers."""
+        """If FSDP2 gathers the masters, fill them from the exchanged weights."""
         if name and self._exchanges_masters:
             pairs = zip(self._masters.weights, self._masters.masters, strict=True)
             with torch.no_grad():
@@ -227,14 +229,15 @@ class FsdpBackend(TrainingBackend):
         torch.set_num_threads(count)
 
     def _padded(self, region: Region) -> dict[str, torch.Tensor]:
-        """The rank's shards of a region with their padding, which are as large on all ranks."""
+        """Return the rank's shards of a region with their padding, which gives all ranks equal
+        sizes."""
         return {
             name: self._tensors.view(slot, shard(self._shapes[name], self._ranks).padded_shape)
             for name, slot in region.slots.items()
         }
 
     def _passes(self, batch: Batch, *, only_used: bool) -> Iterator[Pass]:
-        """Passes over this rank's data, then idle ones, until there are as many as on the busiest
+        """Yield passes over this rank's data, then idle ones until it has as many as the busiest
         rank."""
         if self._ranks.world_size == 1:
             for packed in passes(batch, only_used=only_used, columns=self._columns):
@@ -248,13 +251,13 @@ class FsdpBackend(TrainingBackend):
             yield idle_pass()
 
     def _join(self) -> DeviceMesh:
-        """Meet the other ranks."""
+        """Join the process group of all ranks."""
         kind = self._tensors.device.type
         join_process_group(self._ranks, kind, self._group)
         return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
 
     def _gradients(self) -> Views:
-        """The heap's gradients by parameter; empty: nothing is trained."""
+        """Return the heap's gradients by parameter; empty if nothing is trained."""
         layout = self._layout.training
         return self._tensors.views(layout.gradients) if layout else {}
 
@@ -266,7 +269,7 @@ class FsdpBackend(TrainingBackend):
         return loss.item()
 
     def grad_norm(self, training: Training) -> float:
-        # Each rank holds a shard, so squares add up.
+        # Ranks hold disjoint shards, so their squares add up.
         if self._ranks.num_units > 1:
             square = _blockwise_square(training.gradients)
         else:
@@ -277,9 +280,9 @@ class FsdpBackend(TrainingBackend):
 
 
 def _blockwise_square(flat: torch.Tensor) -> torch.Tensor:
-    """The sum of squares, the same bits for any number of threads."""
+    """Sum squares with the same bits for any number of threads."""
     num_blocked = flat.numel() // NORM_BLOCK * NORM_BLOCK
-    # A reduction of rows gives each row to one thread; the sum over the rows is in float64, on one.
+    # Each row of a row-wise sum runs on one thread. The rows are then summed exactly, by fsum.
     sums = flat[:num_blocked].view(-1, NORM_BLOCK).square().sum(dim=1).double()
     remainder = flat[num_blocked:].square().sum().double()
     return torch.tensor(math.fsum([*sums.tolist(), remainder.item()]), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A model's parameters and gradients as views of the heap: whole, or as FSDP2's shards."""
+"""Parameters and gradients as views of the heap: whole tensors, or FSDP2's shards."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from phaseloom.worker.backends.layout import (
 from phaseloom.worker.backends.lora.adapters import own_parameters
 
 Views = Mapping[str, torch.Tensor]
-"""Tensors by parameter."""
+"""Tensors by parameter name."""
 
 
 def transformer_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The transformer layers, found by the class names that `transformers` lists."""
+    """Return the transformer layers, by the class names that `transformers` lists."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
@@ -33,7 +33,7 @@ def shard_modules(
     mesh: DeviceMesh,
     precision: MixedPrecisionPolicy,
 ) -> None:
-    """Shard each layer, and the root with the rest. The weights of an adapter's base stay whole on
+    """Shard each layer, then the root with everything else. An adapter's frozen base stays whole on
     every rank."""
     state = {*own_parameters(root.model).values()}
     frozen = {*root.parameters()} - state
@@ -52,18 +52,18 @@ def shard_modules(
 
 
 def round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Round the parameters to a dtype. Buffers, such as rotary frequencies, stay as they are."""
+    """Round parameters to a dtype. Buffers, such as rotary frequencies, keep theirs."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
 def use_heap(model: nn.Module, filled: Views, used: Views, gradients: Views) -> None:
-    """Make whole parameters views into the heap, and have their gradients added up there.
+    """Make whole parameters views into the heap, and accumulate their gradients there.
 
-    Args: drawn: gets the parameters' values: the weights or, if there are any, the masters, from
-              which the caller rounds the weights.
+    Args: filled: receives the parameters' values: the masters if there are any, from which the
+             caller rounds the weights; otherwise the weights.
           used: the weights that the model computes with.
-          gradients: empty where nothing is trained.
+          gradients: empty if nothing is trained.
     """
     for name, parameter in own_parameters(model).items():
         filled[name].copy_(parameter.data)
@@ -78,7 +78,7 @@ def use_heap(model: nn.Module, filled: Views, used: Views, gradients: Views) -> 
 
 
 def _adder_to(gradient: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """A hook that adds the gradient of a pass, in the dtype of the weights, to this one."""
+    """Return a hook that moves a pass's gradient, in the weights' dtype, into this float32 one."""
 
     def add(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -95,7 +95,7 @@ def precision(masters: Region | None, dtype: torch.dtype) -> MixedPrecisionPolic
 
 
 def preset_gradients(model: nn.Module, gradients: Views, mesh: DeviceMesh) -> None:
-    """Make every shard's gradient a view into the heap, which FSDP2 adds to."""
+    """Make every shard's gradient a view into the heap. FSDP2 then adds to it in place."""
     for name, parameter in own_parameters(model).items():
         if name not in gradients:
             continue
@@ -111,10 +111,10 @@ def preset_gradients(model: nn.Module, gradients: Views, mesh: DeviceMesh) -> No
 
 
 def move_parameters(scorer: scoring.Scorer, views: Views, padded: Views) -> None:
-    """Make every local shard a view into the heap, then let FSDP2 rebuild what it derives.
+    """Make every local shard a view into the heap, then let FSDP2 rebuild its derived tensors.
 
-    FSDP2 gathers from padded shards. It uses a padded tensor in place, and would copy a tensor
-    without padding out of the heap.
+    FSDP2 gathers from padded shards. It uses a tensor that already has the padding in place, but
+    would copy an unpadded one out of the heap.
     """
     parameters = own_parameters(scorer.model)
     for name, parameter in parameters.items():

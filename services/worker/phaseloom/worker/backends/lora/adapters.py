@@ -1,7 +1,9 @@
-"""Low-rank adapters on the linear layers of a model whose own weights stay as they are (LoRA).
+"""Low-rank adapters (LoRA) on the linear layers of a frozen base model.
 
-The state of a deployment with an adapter is that of the matrices A and B alone. They have the names
-that `peft` gives them in files, so that a checkpoint is an adapter that it loads.
+The state of a deployment with an adapter consists of the matrices A and B only. Their names are
+those of `peft`, so `peft` can load a checkpoint as an adapter.
+
+Shapes: R rows of a pass.
 """
 
 from __future__ import annotations
@@ -21,41 +23,41 @@ from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.specs import Adapter, ModelSpec
 
 _PREFIX = "base_model.model."
-"""The beginning of a parameter's name in `peft`'s files."""
+"""Prefix of parameter names in `peft`'s files."""
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """An adapter's matrices for one layer."""
+    """The matrices of an adapter for one layer."""
 
     a: torch.Tensor
     b: torch.Tensor
     scale: float
 
     def added(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """y + scale·B·A·x."""
+        """Return y + scale·B·A·x."""
         return torch.add(y, F.linear(F.linear(x, self.a), self.b), alpha=self.scale)
 
 
 Layers = Mapping[str, Matrices]
-"""The matrices of an adapter, by the names of the layers."""
+"""The matrices of an adapter, by layer name."""
 
 
 @dataclass
 class RowAdapters:
-    """The adapters of the rows of the next pass; all layers of a model share one.
+    """The adapters of the rows of the next pass. All layers of a model share one object.
 
-    The base's part of a layer is computed for all rows at once, as if there were no adapters, then
-    each adapter's part for its own rows.
+    A layer computes the base's part for all rows at once, then each adapter's part for its own
+    rows.
     """
 
     groups: Sequence[tuple[torch.Tensor | None, Layers | None]] = field(default_factory=list)
-    """(rows, adapter) pairs. Rows None: all rows; adapter None: the model's own. Empty: all rows
-    have the model's own."""
+    """(rows, adapter) pairs. Rows None stands for all rows, adapter None for the model's own. If
+    empty, all rows use the model's own adapter."""
 
     @contextmanager
     def of(self, groups: Sequence[tuple[torch.Tensor | None, Layers | None]]) -> Iterator[None]:
-        """Use these groups in passes within the block."""
+        """Use these groups for passes within the block."""
         self.groups = groups
         try:
             yield
@@ -64,14 +66,13 @@ class RowAdapters:
 
 
 class LowRank(nn.Module):
-    """A linear layer of the base, with weights W and bias b, and its adapter: it gives
-    W·x + b + (alpha / rank)·B·A·x."""
+    """A linear layer of the base with its adapter: W·x + b + (alpha / rank)·B·A·x."""
 
     def __init__(self, name: str, base: nn.Linear, adapter: Adapter, rows: RowAdapters) -> None:
-        """Args: name: the name of the layer in the model."""
+        """Args: name: the layer's name in the model."""
         super().__init__()
         self.name, self.rows = name, rows
-        # The same parameters, so that who shares them with another layer goes on to do so.
+        # The same parameter objects, so that weights tied to another layer stay tied.
         self.weight, self.bias = base.weight, base.bias
         self.lora_A = nn.Linear(base.in_features, adapter.rank, bias=False)
         self.lora_B = nn.Linear(adapter.rank, base.out_features, bias=False)
@@ -94,9 +95,9 @@ class LowRank(nn.Module):
 
 
 def adapt(model: PreTrainedModel, adapter: Adapter) -> None:
-    """Put an adapter on a model's layers; A is drawn, B is zero.
+    """Put an adapter on a model's layers. A is drawn from the adapter's seed; B is zero.
 
-    Raises: CallerError: the model has no linear layer of some target's name.
+    Raises: CallerError: a target matches no linear layer of the model.
     """
     layers = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
@@ -123,8 +124,10 @@ def adapt(model: PreTrainedModel, adapter: Adapter) -> None:
 
 
 def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are a deployment's state, by their names in files: the adapter's where
-    the model has one, else all. Tied ones occur once."""
+    """Return the parameters that are a deployment's state, by their names in files.
+
+    These are the adapter's parameters if the model has one, otherwise all. Tied ones occur once.
+    """
     adapted = {
         file_name(name, part): getattr(module, part).weight
         for name, module in model.named_modules()
@@ -135,24 +138,24 @@ def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def rows_of(model: nn.Module) -> RowAdapters:
-    """The `RowAdapters` that an adapted model's layers share."""
+    """Return the `RowAdapters` that the layers of an adapted model share."""
     return next(module.rows for module in model.modules() if isinstance(module, LowRank))
 
 
 def file_name(layer: str, part: str) -> str:
-    """The name in files of `lora_A` or `lora_B` of a layer."""
+    """Return the name in files of a layer's `lora_A` or `lora_B`."""
     return f"{_PREFIX}{layer}.{part}.weight"
 
 
 def layer_and_part(name: str) -> tuple[str, str]:
-    """The layer, and `lora_A` or `lora_B`, of a tensor by its name in files; the part is empty
-    where the tensor belongs to no adapter."""
+    """Split a tensor's name in files into the layer and `lora_A` or `lora_B`. The second part is
+    empty if the tensor belongs to no adapter."""
     layer, _, part = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
     return (layer, part) if part in ("lora_A", "lora_B") else (name, "")
 
 
 def adapter_config(spec: ModelSpec) -> dict[str, Any]:
-    """The content of `adapter_config.json` beside an adapter's weights."""
+    """Return the content of the `adapter_config.json` that belongs to an adapter's weights."""
     adapter = spec.adapter
     assert adapter is not None
     return {

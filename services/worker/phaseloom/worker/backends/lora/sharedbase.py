@@ -1,12 +1,11 @@
-"""The weights of a base, which all ranks of a node that run it have in common.
+"""Weights of a base model, shared by all ranks of a node whose adapters use that base.
 
-They lie in a file of the node's runtime directory, laid out as a heap would have them, in the dtype
-that the ranks compute with. Its name is a digest of the registered files and of that layout. The
-first rank writes it, all map it read-only, and nothing of it is in a heap: a switch moves none of
-it.
+They lie in a file in the node's runtime directory, laid out like a heap, in the dtype of the
+computation. The file's name is a digest of the registered files and the layout. The first rank
+writes it and all ranks map it read-only. Nothing of it is in a heap, so a switch moves none of it.
 
-A GPU's ranks each have a copy in their scratch memory, which counts as theirs and is filled again
-from the node's whenever they come back.
+On a GPU, each rank has a copy in its scratch memory. The copy counts towards the rank's memory and
+is refilled from the node's file each time the rank is switched in.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from phaseloom.worker.backends.model import TORCH_DTYPES, parameter_shapes, weig
 from phaseloom.worker.state.devicememory import DeviceMemory, scratch_tensor
 
 DIRECTORY = "bases"
-"""The directory of bases in a node's runtime directory."""
+"""Name of the directory of bases in a node's runtime directory."""
 
 
 class BaseMemory:
-    """The weights of a base, laid out as these slots say."""
+    """The weights of a base, laid out in given slots."""
 
     def __init__(
         self,
@@ -50,31 +49,32 @@ class BaseMemory:
         *,
         scratch_start: int = 0,
     ) -> None:
-        """Map the node's copy of the weights, which is made unless it is there.
+        """Map the node's copy of the weights. Create it first if it does not exist.
 
-        Args:   scratch_start: the offset of the device's copy in its scratch memory.
-        Raises: as `pretrained.fill_memory`; ResourceError: there is no room for the weights.
+        Args: scratch_start: offset of the device's copy in the scratch memory.
+        Raises: as `pretrained.fill_memory`.
+                ResourceError: the node has no room for the weights.
         """
         self._here = _mapped(spec, slots, num_bytes, ranks)
         self.tensor = self._here
-        """The weights, uint8; read-only unless a device has a copy."""
+        """The weights, as uint8. Read-only unless it is a device's copy."""
         if ranks.device_kind is DeviceKind.CUDA:
             self.tensor = scratch_tensor(heap)[scratch_start : scratch_start + num_bytes]
         self.refill()
 
     def refill(self) -> None:
-        """Copy the weights to the device again, if it has a copy of its own."""
+        """Copy the weights to the device again, if it has its own copy."""
         if self.tensor is not self._here:
             self.tensor.copy_(self._here)
 
 
 class SharedBase:
-    """The weights of a model of `transformers` under an adapter."""
+    """A base's weights, used in place by a `transformers` model with an adapter."""
 
     def __init__(
         self, model: nn.Module, spec: ModelSpec, ranks: RankGroup, heap: DeviceMemory
     ) -> None:
-        """Have the model use the node's weights. Raises: as `BaseMemory`."""
+        """Point the model's base parameters at the node's weights. Raises: as `BaseMemory`."""
         layout = _layout(spec)
         memory = BaseMemory(spec, layout.slots, layout.heap_bytes, ranks, heap)
         dtype = TORCH_DTYPES[layout.weights.dtype]
@@ -86,7 +86,7 @@ class SharedBase:
 
 
 def base_scratch_bytes(spec: ModelSpec, ranks: RankGroup) -> int:
-    """The bytes of scratch memory that a rank needs for a base; 0: there is no adapter."""
+    """Return the scratch bytes that a rank needs for a base; 0 without an adapter."""
     if spec.adapter is None or ranks.device_kind is not DeviceKind.CUDA:
         return 0
     return _layout(spec).heap_bytes
@@ -100,18 +100,18 @@ def _layout(spec: ModelSpec) -> Layout:
 def _mapped(
     spec: ModelSpec, slots: Sequence[TensorSlot], num_bytes: int, ranks: RankGroup
 ) -> torch.Tensor:
-    """The node's copy of a base, uint8, read-only, which is made unless it is there."""
+    """Map the node's copy of a base, as read-only uint8. Create it if it does not exist."""
     directory = Path(ranks.node_directory, DIRECTORY)
     directory.mkdir(exist_ok=True)
     path = directory / _digest(spec, slots)
     with Path(f"{path}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # freed by the kernel if the rank dies
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if the rank dies
         if not path.exists():
             _write(path, spec, slots, num_bytes)
     with path.open("rb") as file:
         mapping = mmap.mmap(file.fileno(), num_bytes, prot=mmap.PROT_READ)
     with catch_warnings():
-        simplefilter("ignore", UserWarning)  # that it must not be written to
+        simplefilter("ignore", UserWarning)  # torch warns that the memory is read-only
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
@@ -123,7 +123,7 @@ def _digest(spec: ModelSpec, slots: Sequence[TensorSlot]) -> str:
 
 
 def _write(path: Path, spec: ModelSpec, slots: Sequence[TensorSlot], num_bytes: int) -> None:
-    """Write a base under its name, whole or not at all."""
+    """Write a base under its final name atomically."""
     assert spec.pinned is not None
     draft = path.with_suffix(".draft")
     try:

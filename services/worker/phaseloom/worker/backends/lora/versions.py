@@ -1,4 +1,4 @@
-"""Versions of adapters: whether a deployment can read with one in place of its own adapter."""
+"""Checks of adapter versions that a deployment reads with instead of its own adapter."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from phaseloom.worker.backends.model import TORCH_DTYPES
 
 
 def shapes_of(own_slots: Sequence[TensorSlot], adapter: Adapter) -> dict[str, list[int]]:
-    """The shapes of an adapter's tensors on a deployment's base, by the names of files.
+    """Return the shapes of an adapter's tensors on a deployment's base, by their names in files.
 
-    Args: own: of a version of the deployment's own adapter.
+    Args: own_slots: the tensors of a version of the deployment's own adapter.
     """
     own_rank = _rank_of(own_slots)
     return {
@@ -28,10 +28,10 @@ def shapes_of(own_slots: Sequence[TensorSlot], adapter: Adapter) -> dict[str, li
 
 
 def check_version(version: AdapterVersion, own_slots: Sequence[TensorSlot]) -> None:
-    """Check that a deployment can read with a version in place of its own adapter.
+    """Check that a deployment can read with a version instead of its own adapter.
 
-    Args:   own: of a version of the deployment's own adapter.
-    Raises: CallerError: why not.
+    Args: own_slots: the tensors of a version of the deployment's own adapter.
+    Raises: CallerError: states what differs.
     """
     own_rank, by_name = _rank_of(own_slots), {slot.name: slot for slot in own_slots}
     if version.adapter.rank > own_rank:
@@ -60,14 +60,13 @@ def _rank_of(own_slots: Sequence[TensorSlot]) -> int:
 
 
 def _of_rank(own_slot: TensorSlot, rank: int, own_rank: int) -> list[int]:
-    """The shape of a tensor for an adapter of another rank."""
     axis = 0 if layer_and_part(own_slot.name)[1] == "lora_A" else 1
     assert own_slot.shape[axis] == own_rank
     return [rank if i == axis else size for i, size in enumerate(own_slot.shape)]
 
 
 def tensors_of(version: AdapterVersion) -> dict[str, torch.Tensor]:
-    """A version's tensors where they lie in host memory."""
+    """Return views of a version's tensors in host memory."""
     memory = torch.frombuffer(version.memory, dtype=torch.uint8)
     return {
         slot.name: memory[slot.offset : slot.offset + slot.num_bytes]

@@ -1,15 +1,15 @@
-"""An adapter's place in Megatron's layers, each of which may be several layers of the model.
+"""Adapters (LoRA) on Megatron's layers, each of which may fuse several layers of the model.
 
-A layer whose outputs are spread over tensor-parallel ranks holds its rows of B, and the whole of A;
-one whose inputs are spread holds its columns of A, and the whole of B. What moves between ranks is
-A·x alone, as wide as the adapter's rank: it is gathered before B, or reduce-scattered behind A, as
-x and y are for the weights (sequence parallelism).
+If a layer's outputs are split over tensor-parallel ranks, each rank holds its rows of B and the
+whole of A. If its inputs are split, each rank holds its columns of A and the whole of B. Only A·x
+moves between ranks, and it is as narrow as the adapter's rank. It is gathered before B, or
+reduce-scattered after A, just as x and y are for the weights (sequence parallelism).
 
-So a matrix that all ranks hold sees a part of the columns on each, and the ranks' gradients of it
-are added up (`gradients`). The head's A sees all of them on each rank: its input is gathered
+A matrix that every rank holds therefore sees only part of the columns on each, and its gradients
+are summed over the ranks (`gradients`). The head's A is the exception: its input is gathered
 already.
 
-Shapes: T columns, B rows, r the adapter's rank, H inputs, F outputs of a rank.
+Shapes: T columns, B rows, r the adapter's rank, H inputs, F outputs on this rank.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ from phaseloom.worker.backends.megatron.slices import Adapted, AdaptedPart, Spre
 
 @dataclass(frozen=True)
 class Part:
-    """The matrices of one of the model's layers, as slices of the rank."""
+    """This rank's matrices for one of the model's layers."""
 
     outputs: int
-    """The rank's outputs of the layer."""
+    """The layer's outputs on this rank."""
     a_rH: nn.Parameter | None
     b_Fr: nn.Parameter | None
-    """The matrices; None: the layer has no adapter."""
+    """None if the layer has no adapter."""
 
 
 class Added:
-    """The adapters' part in one of Megatron's linear layers, which is added to its output."""
+    """The output that adapters add to one of Megatron's linear layers."""
 
     def __init__(self, spread: Spread, parts: Sequence[Part], scale: float, *, tp: int) -> None:
-        """Args: parts: the layers that Megatron's is made of, in the order of its outputs."""
+        """Args: parts: the model's layers that Megatron's layer fuses, in the order of its
+        outputs."""
         self._spread, self._parts, self._scale = spread, parts, scale
         self._is_split = tp > 1
 
@@ -86,7 +87,7 @@ def adapt(
     *,
     tp: int,
 ) -> None:
-    """Have the layers of a stage add an adapter's part.
+    """Make the layers of a stage add an adapter's output.
 
     Args: parameters: the rank's slices of A and B, by their names in files.
     """
@@ -101,7 +102,7 @@ def adapt(
 
 
 def matrix_shards(adapted: Sequence[Adapted]) -> dict[str, Shard]:
-    """The rank's slices of all A and B, by their names in files and in the order of these."""
+    """Return the rank's slices of all A and B, sorted by their names in files."""
     shards: dict[str, Shard] = {}
     for part in (part for layer in adapted for part in layer.parts):
         if part.a is not None and part.b is not None:

@@ -1,14 +1,14 @@
-"""`Backend` for training over Megatron-core's layers and pipeline.
+"""`Backend` for training with Megatron-core's layers and pipeline.
 
-All ranks of a replica, one for each of its tensor-parallel, context-parallel and pipeline
-coordinates, are given the same samples. A pass is a micro-batch of the pipeline (1F1B). The last
-stage computes the loss of each; its first rank speaks for the replica.
+All ranks of a replica (one for each of its tensor-parallel, context-parallel and pipeline
+coordinates) get the same samples. A pass is one micro-batch of the pipeline (1F1B). The last stage
+computes each pass's loss; its first rank reports the result of the replica.
 
 Invariants
-- Weights, gradients and AdamW's state are views of the heap and never re-allocated; there is no
-  wrapper for data parallelism and no optimizer of Megatron's, which would own memory.
-- Between two operations the gradients of a slice are the same on all ranks that hold it.
-- Dropout does not exist, so nothing draws from a random state.
+- Weights, gradients and AdamW state are views of the heap and are never reallocated. Megatron's
+  data-parallel wrapper and optimizer are not used, because they would own memory.
+- Between two operations, all ranks that hold a slice have the same gradients for it.
+- There is no dropout, so nothing draws from a random state.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ Finish = Callable[[Share, torch.Tensor], torch.Tensor]
 
 
 class MegatronBackend(TrainingBackend):
-    """A `Backend` that trains with Megatron-core; see the module."""
+    """The `Backend` that trains with Megatron-core."""
 
     _name = "megatron"
 
@@ -137,7 +137,8 @@ class MegatronBackend(TrainingBackend):
         if spec.model.pinned is None or self._base is not None:
             self._fill(model)
         elif masters is not None:
-            # The weights come from files: then masters are made of them.
+            # The weights will be read from files. Zero masters are then filled from them
+            # (`Masters.fill`).
             self._tensors.flat(masters).zero_()
         self._masters = Masters.of(self._tensors, weights, masters)
         self._training = None
@@ -185,8 +186,10 @@ class MegatronBackend(TrainingBackend):
 
     @collective
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
-        """Add gradients. Raises: CallerError: loss or gradients are not finite; the gradients are
-        spoilt."""
+        """Run passes and add their gradients.
+
+        Raises: CallerError: the loss or a gradient is not finite; the gradients are spoilt.
+        """
         self._require_training()
         packed = self._passes(loss_batch(args, self.vocab_size), only_used=True)
         losses: list[torch.Tensor] = []
@@ -220,11 +223,11 @@ class MegatronBackend(TrainingBackend):
         )
 
     def weights_exchanged(self, name: str) -> None:
-        """Nothing: passes read the weights, and never their masters."""
+        """Do nothing: passes read the weights and never their masters."""
 
     def _join_parallel_groups(self, spec: DeploymentSpec) -> None:
-        """Make Megatron's groups, in its order tp, cp, ep, dp, pp, which is how `layouts` numbers
-        ranks."""
+        """Make Megatron's process groups. Its order tp, cp, ep, dp, pp matches how `layouts`
+        numbers ranks."""
         layout = spec.layout
         parallel_state.initialize_model_parallel(
             layout.tp,
@@ -242,7 +245,7 @@ class MegatronBackend(TrainingBackend):
         frequencies = body.rotary_emb.inv_freq.to(self._tensors.device)
         epsilon = float(model.config.rms_norm_eps)
         config = transformer_config(sizes, spec.layout, epsilon, TORCH_DTYPES[self._dtype])
-        # Never train(): dropout of probability zero would draw from the global generator.
+        # Never train(): dropout of probability 0 would still draw from the global generator.
         stage = Stage(config, sizes, self._place, frequencies)
         stage.eval()
         stage.requires_grad_(spec.trainable and spec.model.adapter is None)
@@ -251,8 +254,8 @@ class MegatronBackend(TrainingBackend):
         return stage
 
     def _place_base(self, spec: DeploymentSpec, sizes: Sizes, heap: DeviceMemory) -> BaseMemory:
-        """Make every parameter of the stage a view of the node's copy of the rank's part of the
-        base, which ranks of other replicas and deployments map, too."""
+        """Make every parameter of the stage a view of the node's copy of this rank's part of the
+        base. Ranks of other replicas and deployments map the same copy."""
         layout = _base_layout(spec, sizes, self._ranks.rank)
         base = BaseMemory(spec.model, layout.slots, layout.heap_bytes, self._ranks, heap)
         made_of = parameters(sizes, self._place)
@@ -265,12 +268,12 @@ class MegatronBackend(TrainingBackend):
         return base
 
     def _add_adapter(self, adapter: Adapter, sizes: Sizes) -> None:
-        """Have the layers add the adapter, whose matrices and gradients are views of the heap."""
+        """Make the layers add the adapter, whose matrices and gradients are views of the heap."""
         training = self._layout.training
         matrices: dict[str, nn.Parameter] = {}
         for name, view in self._tensors.views(self._layout.weights).items():
             matrices[name] = nn.Parameter(view.new_empty(0), requires_grad=training is not None)
-            # By assignment, so that autograd does not take a change of the heap for one of it.
+            # Assigning to `data` hides later changes of the heap from autograd.
             matrices[name].data = view
         if training is not None:
             for name, gradient in self._tensors.views(training.gradients).items():
@@ -280,7 +283,8 @@ class MegatronBackend(TrainingBackend):
         adapt(self._stage, layers, matrices, scale, tp=tp)
 
     def _stage_parameters(self, made_of: Parameters) -> dict[str, nn.Parameter]:
-        """The parameters of the stage."""
+        """Return the stage's parameters by name. Raises: InternalError: they are not those of the
+        model."""
         stage_parameters = dict(self._stage.named_parameters())
         if stage_parameters.keys() != made_of.keys():
             raise InternalError(
@@ -289,7 +293,7 @@ class MegatronBackend(TrainingBackend):
         return stage_parameters
 
     def _move_parameters(self, made_of: Parameters) -> None:
-        """Make every parameter a view of the heap, and have its gradient added up there."""
+        """Make every parameter a view of the heap, and accumulate its gradient there."""
         training = self._layout.training
         stage_parameters = self._stage_parameters(made_of)
         for name, slices in made_of.items():
@@ -323,8 +327,8 @@ class MegatronBackend(TrainingBackend):
                 view.copy_(drawn_weights[name].detach()[inside])
 
     def _run(self, packed: Sequence[Pass], finish: Finish, *, is_training: bool) -> None:
-        """Run passes through the pipeline, forward and, if it trains, backward. Collective among
-        the ranks of a replica."""
+        """Run passes through the pipeline: forward and, if training, backward. Collective in a
+        replica."""
         if not packed:
             return
 
@@ -343,15 +347,18 @@ class MegatronBackend(TrainingBackend):
             data_iterator=iter(packed),
             model=[self._stage],
             num_microbatches=len(packed),
-            # Each pass has a size of its own, which the stages tell one another.
+            # Passes differ in size, so stages send each other the shapes.
             seq_length=1,
             micro_batch_size=1,
             forward_only=not is_training,
         )
 
     def _passes(self, batch: Batch, *, only_used: bool) -> list[Pass]:
-        """Passes over this replica's data. Where replicas send tokens to one another's experts,
-        idle ones follow, until there are as many as on the busiest replica."""
+        """Return the passes over this replica's data.
+
+        With expert parallelism, replicas send tokens to each other's experts. Idle passes then
+        follow until every replica has as many passes as the busiest one. Collective in that case.
+        """
         local_passes = [*passes(batch, only_used=only_used)]
         if self._place.layout.ep > 1:
             local_passes += [idle_pass()] * (
@@ -360,14 +367,13 @@ class MegatronBackend(TrainingBackend):
         return local_passes
 
     def _add_up_shares(self, values: torch.Tensor) -> None:
-        """Add up, in host memory, the values of the context-parallel ranks. Collective among
-        them."""
+        """Sum values in host memory over the context-parallel ranks. Collective among them."""
         if self._place.layout.cp > 1:
             dist.all_reduce(values, group=parallel_state.get_context_parallel_group())
 
 
 def _check(spec: DeploymentSpec, ranks: RankGroup) -> Sizes:
-    """The sizes of a model that can be trained in a layout. Raises: CallerError: it cannot be."""
+    """Return a model's sizes. Raises: CallerError: it cannot be trained in this layout."""
     check_layout(spec, ranks)
     config = model_config(spec.model)
     sizes = sizes_of(config)
@@ -386,7 +392,7 @@ def _check(spec: DeploymentSpec, ranks: RankGroup) -> Sizes:
 def _check_positions(config: PreTrainedConfig) -> None:
     """Check that the model's positions are supported.
 
-    Raises: CallerError: attention to a window, or angles that are more than frequencies.
+    Raises: CallerError: attention uses windows, or the rotary embedding is more than frequencies.
     """
     parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     kind = parameters.get("rope_type", "default")
@@ -408,7 +414,7 @@ def _place(spec: DeploymentSpec, rank: int) -> Place:
 
 
 def _layout(spec: DeploymentSpec, sizes: Sizes, rank: int) -> Layout:
-    """The memory of a rank's state: of its adapter where it has one, else of all weights."""
+    """Lay out a rank's state: that of its adapter if it has one, otherwise of all its weights."""
     place = _place(spec, rank)
     shards = _shards(sizes, place)
     if spec.model.adapter is not None:
@@ -422,7 +428,7 @@ def _layout(spec: DeploymentSpec, sizes: Sizes, rank: int) -> Layout:
 
 
 def _base_layout(spec: DeploymentSpec, sizes: Sizes, rank: int) -> Layout:
-    """The memory of a rank's part of an adapter's base."""
+    """Lay out a rank's part of an adapter's base."""
     shards = _shards(sizes, _place(spec, rank))
     return lay_out(shards, trainable=False, dtype=weights_dtype(spec.model))
 

@@ -1,13 +1,12 @@
-"""A context-parallel rank's share of a pass: some columns of its rows, with what they see.
+"""A rank's share of a pass under context parallelism: some columns of each row, and their mask.
 
-The columns are cut into twice as many chunks as there are ranks; a rank has one from the front and
-one from the back, so that causal attention is as much work on each. Keys and values of all ranks
-are gathered in the order of ranks (`stage.CoreAttention`), and the mask's columns are in that
-order. Rows are padded until the chunks are equal, and until the tensor-parallel ranks, which split
-the columns of a share between layers (sequence parallelism), have equal parts of it. Without any of
-these axes the share is the pass. Pure; no torch.
+Columns are cut into 2 · cp chunks. Each rank gets one chunk from the front and one from the back,
+so that causal attention costs the same on all ranks. Keys and values are gathered in rank order
+(`stage.CoreAttention`), and the mask's columns have that order. Rows are padded so that all chunks
+are equal, and so that tensor-parallel ranks can split a share's columns evenly between layers
+(sequence parallelism). Without these axes the share is the whole pass. Pure; no torch.
 
-Shapes: B rows, T columns of the share, S columns of all shares, N positions asked for.
+Shapes: B rows, T columns of the share, S columns of all shares, N requested positions.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from phaseloom.worker.backends.packing import Pass
 
 @dataclass(frozen=True)
 class Share:
-    """A pass, or a rank's columns of one; see `Pass` for the arrays."""
+    """A pass, or a rank's columns of one. For the arrays see `Pass`."""
 
     tokens_BT: Ints
     positions_BT: Ints
     visible_BTS: npt.NDArray[np.bool_] | None
-    """The mask of the columns that each column sees; None: plain causal attention."""
+    """True where a column sees another one; None stands for plain causal attention."""
     index_N: Ints
     source_N: Ints
     targets_N: Ints
@@ -37,7 +36,8 @@ class Share:
 
 
 def share_of(packed: Pass, cp: int, rank: int, tp: int = 1) -> Share:
-    """The share of one context-parallel rank of `cp`; its columns are a multiple of tp."""
+    """Return the share of context-parallel rank `rank` of `cp`. Its columns are a multiple of
+    tp."""
     if cp * tp == 1:
         return Share(
             packed.tokens_BT,
@@ -74,7 +74,7 @@ def share_of(packed: Pass, cp: int, rank: int, tp: int = 1) -> Share:
 
 
 def columns(length: int, cp: int, rank: int) -> Ints:
-    """The columns of a rank, of rows whose length is a multiple of 2 · cp; all columns where cp is
+    """Return a rank's columns of rows whose length is a multiple of 2 · cp; all columns if cp is
     1."""
     if cp == 1:
         return np.arange(length)

@@ -1,10 +1,11 @@
-"""Adaptation of Megatron-core to machines without a GPU or Transformer Engine, which it counts on.
+"""Adapts Megatron-core to machines without a GPU and without Transformer Engine.
 
-Its pipeline's schedule counts on a tensor on `cuda`; stages, experts and sequence-parallel layers
-receive into memory of the current CUDA device; its router moves weights there, and its dispatcher
-of tokens has a CUDA stream. Where the heap is in host memory, these modules of Megatron's see a
-torch whose CUDA device is the processor; torch itself stays as it is, and nothing of this runs on a
-GPU. On any device Megatron's random states are none, because nothing draws from them.
+Megatron assumes both. Its pipeline schedule creates a tensor on `cuda`. Stages, experts and
+sequence-parallel layers receive into memory of the current CUDA device, the router moves weights
+there, and the token dispatcher uses a CUDA stream. If the heap is in host memory, these modules of
+Megatron's see a stand-in for torch whose CUDA device is the CPU. torch itself is not changed, and
+the stand-in is never used on a GPU. On every device, Megatron's random states are replaced by empty
+ones, because nothing draws from them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _FACTORIES: Final = frozenset({"empty", "ones", "tensor", "zeros"})
 
 
 class _Stream:
-    """A stream that is never behind; it is the only one."""
+    """A CUDA stream on the CPU. Its work is always done, and all instances are the same stream."""
 
     def __eq__(self, stream: object) -> bool:
         return isinstance(stream, _Stream)
@@ -36,14 +37,14 @@ class _Stream:
         return self
 
     def synchronize(self) -> None:
-        """Do nothing: all work that was asked for is done."""
+        """Do nothing: all work is done already."""
 
     def wait_stream(self, stream: _Stream) -> None:
-        """Do nothing: all work of the other stream is done."""
+        """Do nothing: all work is done already."""
 
 
 class _TorchOnCpu:
-    """torch, where everything made on or asked of `cuda` is of the processor."""
+    """A stand-in for torch that puts everything meant for `cuda` on the CPU."""
 
     cuda = SimpleNamespace(
         current_device=lambda: _CPU,
@@ -66,15 +67,14 @@ class _TorchOnCpu:
 
 
 class _NoRandomStates(random.CudaRNGStatesTracker):  # type: ignore[misc]
-    """A stand-in for the random states that sequence-parallel layers draw dropout from; there are
-    none."""
+    """A stand-in for the random states from which sequence-parallel layers would draw dropout."""
 
     def fork(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
 
 def use(device: torch.device) -> None:
-    """Let Megatron work on this kind of device from now on."""
+    """Make Megatron work on this kind of device from now on."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     seen = _TorchOnCpu() if device.type == "cpu" else torch
@@ -92,10 +92,10 @@ def use(device: torch.device) -> None:
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
     to_host = _in_host_memory if device.type == "cpu" else moe_utils.maybe_move_tensor_to_cpu
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
-    # Where there is no Transformer Engine, the router looks for a name that was not imported.
+    # Without Transformer Engine, the router looks up a name that was never imported.
     vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 def _in_host_memory(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """The tensor itself, which is in host memory already."""
+    """Return the tensor itself, because it is in host memory already."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

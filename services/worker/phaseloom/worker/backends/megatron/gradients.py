@@ -1,25 +1,25 @@
-"""Gradients in the heap: the parts that each rank adds, and their sums over ranks.
+"""Gradients in the heap: each rank's contributions and their sums over ranks.
 
-Between two operations the gradients of a slice are the same on every rank that holds it, so that
-any of them may be sealed or saved. An operation begins by dropping all but one rank's (`begin`);
-each rank then adds its own, in float32, and the ranks' are added up (`reduce`). So no second buffer
-is needed, and gradients from before count once.
+Between two operations, every rank that holds a slice has the same gradients for it, so any of them
+can be sealed or saved. At the start of an operation, all ranks but one zero the gradients that they
+share (`begin`). Each rank then adds its contribution in float32, and the contributions are summed
+(`reduce`). So there is no second buffer, and earlier gradients count once.
 
-Different ranks add different parts of a gradient where a slice is
+Ranks contribute different parts of a gradient if a slice is
 
 - on several data-parallel ranks, which have different samples, or context-parallel ranks, which
-  have different tokens of them; of an expert only those that have it too, because the other ranks
-  send their tokens to one that has;
-- a norm of queries or keys, of which a tensor-parallel rank sees its own heads only;
-- any other norm, or the gate of a layer of experts, of which a tensor-parallel rank sees its own
-  columns only (sequence parallelism);
-- the matrix of an adapter that all tensor-parallel ranks hold: A of a layer whose outputs are
-  spread over them, B of one whose inputs are; each rank sees its own columns only;
+  have different tokens. For an expert, only ranks that hold it contribute: the others send their
+  tokens to one of these;
+- a norm of queries or keys: a tensor-parallel rank sees only its own heads;
+- any other norm, or the gate of an expert layer: a tensor-parallel rank sees only its own columns
+  (sequence parallelism);
+- an adapter matrix that all tensor-parallel ranks hold (A of a layer with split outputs, B of one
+  with split inputs): each rank sees only its own columns;
 - a key-value head that several tensor-parallel ranks hold for their own queries;
-- a tied embedding, as the first stage's input and the last one's output.
+- a tied embedding: it is the first stage's input and the last stage's output.
 
-All other slices that several ranks hold get the same gradient on each. Nothing is divided: losses
-are sums.
+All other slices that several ranks hold get the same gradient on each. Nothing is divided, because
+losses are sums.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _PARTLY_SEEN = (
     *(f"{name}_proj.lora_A.weight" for name in ("q", "k", "v", "gate", "up")),
     *(f"{name}_proj.lora_B.weight" for name in ("o", "down")),
 )
-"""The ends of the names of parameters that all tensor-parallel ranks hold and whose whole input
-none sees."""
+"""Suffixes of parameters that all tensor-parallel ranks hold whole, while each rank sees only part
+of their input."""
 _KEYS_AND_VALUES = tuple(
     f"self_attn.{name}_proj.{of}" for name in "kv" for of in ("weight", "bias", "lora_B.weight")
 )
 
 
 def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    """Have the backward pass add a parameter's gradient to this tensor, and keep none elsewhere."""
+    """Make the backward pass add a parameter's gradient to this tensor and free its own."""
 
     def add(done: torch.Tensor) -> None:
         assert done.grad is not None
@@ -66,7 +66,7 @@ def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 class Gradients:
-    """The gradients of a rank's slices, by the names of their tensors."""
+    """The gradients of a rank's slices, by tensor name."""
 
     def __init__(
         self,
@@ -75,8 +75,7 @@ class Gradients:
         flat: torch.Tensor,
         views: Mapping[str, torch.Tensor],
     ) -> None:
-        """Args: flat: the region that all the views are of; the views of experts are behind all
-        others."""
+        """Args: flat: the region of all views. Views of experts lie behind all others."""
         self._sizes, self._place = sizes, place
         of_experts = [view.data_ptr() for name, view in views.items() if is_of_expert(name)]
         num_bytes = min(of_experts) - flat.data_ptr() if of_experts else 0
@@ -89,7 +88,7 @@ class Gradients:
         self._embedding = views.get(_EMBEDDING) if is_apart else None
 
     def begin(self) -> None:
-        """Drop the gradients that another rank keeps."""
+        """Zero the gradients that another rank keeps."""
         place = self._place
         if place.at.dp or place.at.cp:
             self._shared.zero_()
@@ -103,7 +102,7 @@ class Gradients:
             self._embedding.zero_()
 
     def reduce(self) -> None:
-        """Add up the gradients of the ranks. Collective."""
+        """Sum the gradients over ranks. Collective."""
         if self._partly_seen:
             joined = torch.cat([gradient.flatten() for gradient in self._partly_seen])
             dist.all_reduce(joined, group=parallel_state.get_tensor_model_parallel_group())
@@ -122,14 +121,14 @@ class Gradients:
             dist.all_reduce(self._experts, group=parallel_state.get_expert_data_parallel_group())
 
     def squared(self, names: Sequence[str]) -> torch.Tensor:
-        """The sum of the squares of these slices' gradients."""
+        """Sum the squares of the gradients of these slices."""
         if not names:
             return self._shared.new_zeros(())
         norms = torch._foreach_norm([self._views[name] for name in names])
         return torch.stack(list(norms)).square().sum()
 
     def _add_up_heads(self, gradient: torch.Tensor) -> None:
-        """Add up a projection's gradients over the ranks that hold the same head."""
+        """Sum a projection's gradients over the ranks that hold the same head."""
         heads = key_value_heads(self._sizes, self._place)
         size = self._sizes.head
         all_heads = gradient.new_zeros([self._sizes.kv_heads * size, *gradient.shape[1:]])

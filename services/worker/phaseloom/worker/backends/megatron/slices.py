@@ -1,15 +1,15 @@
-"""Which slices of a model's tensors a Megatron rank holds, and which of its parameters they make.
+"""The slices of a model's tensors that a Megatron rank holds, and how they form its parameters.
 
-Tensors have the names and shapes of Hugging Face's files, so that weights versions, seals and
-checkpoints fit any other backend's. Tensor parallelism splits heads, the rows of the MLP's first
-matrices, the columns of what follows them, and the vocabulary; pipeline parallelism splits layers.
-Where there are more ranks than key-value heads, several ranks hold the same head. Expert
-parallelism gives each rank whole experts, over all ranks of a stage: `tp` does not split them.
+Tensors have the names and shapes of Hugging Face's files, so versions, seals and checkpoints fit
+every other backend. Tensor parallelism splits attention heads, the rows of the MLP's first
+matrices, the columns of the matrices that follow, and the vocabulary. Pipeline parallelism splits
+layers. If there are more ranks than key-value heads, several ranks hold the same head. Expert
+parallelism spreads whole experts over all ranks of a stage; `tp` does not split experts.
 
-A fused parameter of Megatron's is made of several tensors' slices, one behind the other: queries,
-keys, values; gate, up. The rows of a query are not interleaved with those of its keys as Megatron
-has them (`stage.Attention` reads them so), so that each slice is one run of memory. The vocabulary
-is padded to a multiple of the ranks; a padding row is zero and belongs to no tensor. Pure.
+A fused parameter of Megatron's concatenates slices of several tensors: queries, keys, values; or
+gate, up. Megatron would interleave the rows of queries and keys. Here each slice stays one
+contiguous run, and `stage.Attention` reads it that way. The vocabulary is padded to a multiple of
+the number of ranks. Padding rows are zero and belong to no tensor. Pure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from phaseloom.worker.state.heap import ALIGNMENT_BYTES
 
 EMBEDDING: Final = "embedding.word_embeddings.weight"
 OUTPUT: Final = "output_layer.weight"
-"""Megatron's names of the two parameters that are the same where embeddings are tied."""
+"""Megatron's names of the two parameters that are equal if embeddings are tied."""
 
 _EXPERTS: Final = ".mlp.experts."
 _SMALLEST_ITEM_BYTES: Final = 2
@@ -42,7 +42,7 @@ class Experts:
     intermediate: int
     per_token: int
     is_normalized: bool
-    """Whether the weights of a token's experts add up to 1."""
+    """Whether the weights of a token's experts sum to 1."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,18 @@ class Sizes:
     heads: int
     kv_heads: int
     head: int
-    """The dimensions of a head."""
+    """Dimensions of an attention head."""
     vocab: int
     is_tied: bool
-    """Whether the head is the embedding."""
+    """Whether the output head is the embedding."""
     has_qkv_bias: bool
     has_qk_norm: bool
     experts: Experts | None = None
-    """The experts; None: each layer has an MLP."""
+    """None if each layer has a plain MLP."""
 
     def groups(self, tp: int) -> int:
-        """Key-value heads of all ranks together: as many as there are ranks, or more."""
+        """Return the number of key-value heads over all ranks, repeated ones included: at least
+        `tp`."""
         return max(self.kv_heads, tp)
 
     def padded_vocab(self, tp: int) -> int:
@@ -73,8 +74,7 @@ class Sizes:
 
 
 def sizes_of(config: Any) -> Sizes:
-    """The sizes of a model. Raises: CallerError: this backend does not support it; names the
-    field."""
+    """Return a model's sizes. Raises: CallerError: names the config field that is not supported."""
     model_types = CAPABILITIES["megatron"].model_types
     if config.model_type not in model_types:
         raise _unsupported(
@@ -105,8 +105,7 @@ def sizes_of(config: Any) -> Sizes:
 
 
 def _experts_of(config: Any) -> Experts:
-    """The experts of a model; None: it has none. Raises: CallerError: some layers have no
-    experts."""
+    """Return a model's experts. Raises: CallerError: some layers have none."""
     usual: Any
     for name, usual in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
         value = getattr(config, name, usual)
@@ -121,8 +120,10 @@ def _experts_of(config: Any) -> Experts:
 
 
 def check_sizes(sizes: Sizes, layout: Layout) -> None:
-    """Check that a layout splits a model evenly. Raises: CallerError: FAILED_PRECONDITION: it does
-    not."""
+    """Check that a layout splits a model evenly.
+
+    Raises: CallerError: FAILED_PRECONDITION: it does not.
+    """
     tp, pp = layout.tp, layout.pp
     _check_experts(sizes.experts, layout)
     for label, size in (
@@ -149,8 +150,6 @@ def check_sizes(sizes: Sizes, layout: Layout) -> None:
 
 
 def _check_experts(experts: Experts | None, layout: Layout) -> None:
-    """Check that a layout spreads the experts. Raises: CallerError: FAILED_PRECONDITION: it does
-    not."""
     if experts is None:
         if layout.ep > 1:
             raise _uneven("a model without experts cannot be spread over ep", "layout.ep")
@@ -160,8 +159,7 @@ def _check_experts(experts: Experts | None, layout: Layout) -> None:
 
 
 def _check_run(num_elements: int, field: str) -> None:
-    """Check that slices of so many elements, one behind the other, are aligned. Raises:
-    CallerError: they are not."""
+    """Check that consecutive slices of this size stay aligned. Raises: CallerError: they do not."""
     if num_elements * _SMALLEST_ITEM_BYTES % ALIGNMENT_BYTES:
         raise _unsupported(
             f"slices of {num_elements} elements one behind the other",
@@ -172,7 +170,7 @@ def _check_run(num_elements: int, field: str) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's place in a layout."""
+    """A rank's coordinates in a layout."""
 
     layout: Layout
     at: Coordinates
@@ -187,11 +185,11 @@ class Place:
 
 
 Parameters = Mapping[str, Mapping[str, Shard]]
-"""Megatron's name of each parameter of a rank → the slices that it is made of, in their order."""
+"""Megatron's name of each of a rank's parameters → the slices in it, in order."""
 
 
 def parameters(sizes: Sizes, place: Place) -> Parameters:
-    """The parameters of a rank's stage, by Megatron's names for them; those of experts last."""
+    """Return the parameters of a rank's stage, by Megatron's names. Experts come last."""
     result: dict[str, dict[str, Shard]] = {}
     of_experts: dict[str, dict[str, Shard]] = {}
     hidden, rank, tp = sizes.hidden, place.at.tp, place.layout.tp
@@ -250,12 +248,12 @@ def parameters(sizes: Sizes, place: Place) -> Parameters:
 
 
 class Spread(StrEnum):
-    """How the tensor-parallel ranks divide a linear layer."""
+    """How tensor-parallel ranks split a linear layer."""
 
     OUTPUTS = "outputs"
     INPUTS = "inputs"
     IDS = "ids"
-    """By outputs, the token ids, and each rank has the whole input."""
+    """By outputs, which are token ids. Each rank sees the whole input."""
 
 
 _SPREADS: Final = {
@@ -264,20 +262,20 @@ _SPREADS: Final = {
     "linear_fc1": Spread.OUTPUTS,
     "linear_fc2": Spread.INPUTS,
 }
-"""The linear layers of Megatron's that may have an adapter, by the ends of their names."""
+"""Megatron's linear layers that can have an adapter, by the last part of their names."""
 
 
 @dataclass(frozen=True)
 class AdaptedPart:
-    """One of the model's layers within one of Megatron's."""
+    """One of the model's layers inside one of Megatron's."""
 
     outputs: int
-    """The rank's outputs of it, or of padding."""
+    """Its outputs on this rank, or rows of padding."""
     layer: str = ""
-    """Its name in the model; empty: it has no adapter."""
+    """Its name in the model; empty if it has no adapter."""
     a: Shard | None = None
     b: Shard | None = None
-    """The rank's slices of A and B; None: it has no adapter."""
+    """The rank's slices of A and B; None without an adapter."""
 
 
 @dataclass(frozen=True)
@@ -285,14 +283,14 @@ class Adapted:
     """One of Megatron's linear layers that has an adapter."""
 
     module: str
-    """Its name in a rank's stage."""
+    """Its name in the rank's stage."""
     spread: Spread
     parts: list[AdaptedPart]
-    """In the order of its outputs."""
+    """The model's layers that it fuses, in the order of its outputs."""
 
 
 def adapted(sizes: Sizes, place: Place, adapter: Adapter) -> list[Adapted]:
-    """The layers of a rank's stage that have an adapter."""
+    """Return the layers of a rank's stage that have an adapter."""
     result = []
     for name, slices in parameters(sizes, place).items():
         module, _, kind = name.rpartition(".")
@@ -310,7 +308,7 @@ def adapted(sizes: Sizes, place: Place, adapter: Adapter) -> list[Adapted]:
 
 
 def _adapted_parts(layers: Mapping[str, Shard], adapter: Adapter) -> list[AdaptedPart]:
-    """Args: layers: the rank's slices of the weights of the model's layers."""
+    """Args: layers: the rank's weight slices of the model's layers, by layer name."""
     parts = []
     for layer, weight in layers.items():
         (outputs, inputs), start = weight.shape, weight.start or [0, 0]
@@ -325,14 +323,14 @@ def _adapted_parts(layers: Mapping[str, Shard], adapter: Adapter) -> list[Adapte
 
 
 def is_of_expert(name: str) -> bool:
-    """Whether a tensor is an expert's."""
+    """Return whether a tensor belongs to an expert."""
     return _EXPERTS in name
 
 
 def _expert_parameters(
     experts: Experts, hidden: int, place: Place, stage_layer: str, mlp: str
 ) -> dict[str, dict[str, Shard]]:
-    """The parameters of a layer's experts that the rank has, each expert whole."""
+    """Return the parameters of a layer's experts that this rank holds. Each expert is whole."""
     first, into = _whole([experts.intermediate, hidden]), _whole([hidden, experts.intermediate])
     result: dict[str, dict[str, Shard]] = {}
     for local, expert in enumerate(_even(experts.num, place.at.ep, place.layout.ep)):
@@ -349,13 +347,13 @@ def _expert_parameters(
 
 
 def token_ids(sizes: Sizes, place: Place) -> range:
-    """The ids whose rows of the embedding and the head a rank holds, without padding."""
+    """Return the token ids whose embedding and head rows a rank holds, without padding."""
     padded = _even(sizes.padded_vocab(place.layout.tp), place.at.tp, place.layout.tp)
     return range(padded.start, min(padded.stop, sizes.vocab))
 
 
 def key_value_heads(sizes: Sizes, place: Place) -> range:
-    """The key-value heads that a rank holds."""
+    """Return the key-value heads that a rank holds."""
     if sizes.kv_heads >= place.layout.tp:
         return _even(sizes.kv_heads, place.at.tp, place.layout.tp)
     head = place.at.tp * sizes.kv_heads // place.layout.tp
@@ -363,7 +361,7 @@ def key_value_heads(sizes: Sizes, place: Place) -> range:
 
 
 def _head_rows(sizes: Sizes, place: Place) -> list[tuple[str, int, range]]:
-    """For queries, keys and values: their letter, all heads, and the rows of the rank's heads."""
+    """Return (letter, number of heads, rows of the rank's heads) for queries, keys and values."""
     query_heads, kv_heads = (
         _even(sizes.heads, place.at.tp, place.layout.tp),
         key_value_heads(sizes, place),

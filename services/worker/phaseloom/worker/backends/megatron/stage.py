@@ -1,16 +1,18 @@
-"""A rank's stage of the model, of Megatron-core's layers, and a pass of packed rows through it.
+"""A rank's pipeline stage, built from Megatron-core's layers, and a pass of packed rows through it.
 
-The layers are those of Megatron's own specification without Transformer Engine. Three things are
-ours: attention takes the rows of queries, keys and values one behind the other (`slices`), any mask
-(a branch of a packed row sees its prefix and itself), and angles of any positions; the last stage
-runs its head on the positions asked for only; ids that pad the vocabulary have no probability.
+The layers follow Megatron's own specification without Transformer Engine, with three changes:
 
-Under context parallelism a rank has some columns of each row and gathers the keys and values of all
-(`context`). Where there are tensor-parallel ranks, each has a part of those columns between layers,
-one run of them (sequence parallelism), which layers gather and reduce-scatter.
+- Attention reads the rows of queries, keys and values one after another (`slices`), and accepts any
+  mask (a branch of a packed row sees its prefix and itself) and any positions.
+- The last stage applies the head only at the requested positions.
+- Token ids that pad the vocabulary have probability 0.
 
-Shapes: B rows, T columns of the rank, S columns of all ranks, N positions asked for, H hidden, V a
-rank's share of the vocabulary, n heads, D dimensions of a head.
+Under context parallelism a rank has some columns of each row, and gathers keys and values of all
+columns (`context`). With tensor parallelism, each rank holds one contiguous part of those columns
+between layers; the layers gather and reduce-scatter them (sequence parallelism).
+
+Shapes: B rows, T columns of this rank, S columns of all ranks, N requested positions, H hidden, V
+this rank's part of the vocabulary, n heads, D dimensions of a head.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from phaseloom.worker.backends.megatron.slices import Experts, Place, Sizes, tok
 
 
 class Attention(SelfAttention):  # type: ignore[misc]
-    """Self-attention whose fused rows are a rank's queries, then its keys, then its values."""
+    """Self-attention whose fused rows are this rank's queries, then its keys, then its values."""
 
     def get_query_key_value_tensors(
         self,
@@ -48,7 +50,7 @@ class Attention(SelfAttention):  # type: ignore[misc]
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(T, B, n, D) queries, keys and values."""
+        """Return (T, B, n, D) queries, keys and values."""
         fused, _ = self.linear_qkv(hidden_states)
         groups = self.num_query_groups_per_partition
         query, key, value = fused.unflatten(-1, (-1, self.hidden_size_per_attention_head)).split(
@@ -58,14 +60,15 @@ class Attention(SelfAttention):  # type: ignore[misc]
 
 
 class Norm(nn.RMSNorm):
-    """torch's norm of each position by itself, which may see a part of the columns."""
+    """torch's RMSNorm, which treats each position alone and so can run on part of the columns."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
 
 
 class _Gathered(torch.autograd.Function):
-    """The columns of all ranks, in the order of ranks; gradients of a rank's own are added up."""
+    """Gathers the columns of all ranks in rank order. Backward sums the gradients of this rank's
+    own."""
 
     @staticmethod
     def forward(ctx: Any, own_TBnD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -83,7 +86,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class CoreAttention(MegatronModule):  # type: ignore[misc]
-    """torch's attention, with a mask of what each position sees, or plainly causal without one."""
+    """torch's attention with any mask, or plainly causal without one."""
 
     def __init__(self, config: TransformerConfig, *_: Any, pg_collection: Any, **__: Any) -> None:
         super().__init__(config=config)
@@ -115,12 +118,13 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
 
 
 class Stage(GPTModel):  # type: ignore[misc]
-    """The layers of one pipeline stage; the first has the embedding, the last the head."""
+    """The layers of one pipeline stage. The first stage has the embedding, the last one the
+    head."""
 
     def __init__(
         self, config: TransformerConfig, sizes: Sizes, place: Place, frequencies: torch.Tensor
     ) -> None:
-        """Args: frequencies: (D/2,) frequencies of the rotary embedding."""
+        """Args: frequencies: (D/2,) rotary frequencies."""
         super().__init__(
             config,
             _layers(sizes, sizes.num_layers // place.layout.pp),
@@ -132,18 +136,21 @@ class Stage(GPTModel):  # type: ignore[misc]
             position_embedding_type="none",
         )
         if place.is_last:
-            # The head is given the positions asked for, and adds up their gradients over ranks.
+            # The head gets only the requested positions, and sums their gradients over ranks.
             self.output_layer.sequence_parallel = False
         self._frequencies = frequencies
         self._num_ids = len(token_ids(sizes, place))
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Do nothing: the weights of a tied embedding are views of the heap, and `gradients` sums
+        """Do nothing. The weights of a tied embedding are views of the heap, and `gradients` sums
         its gradients."""
 
     def forward(self, share: Share) -> torch.Tensor:
-        """The last stage: the log-probabilities (N,) of the targets. Any other: (T / tp, B, H), the
-        input of the next stage."""
+        """Run the stage.
+
+        Returns: on the last stage, the log-probabilities (N,) of the targets; otherwise the next
+                 stage's input (T / tp, B, H).
+        """
         hidden_TBH: Any = None
         if self.pre_process:
             hidden_TBH = self.embedding(self._here(share.tokens_BT), None)
@@ -173,7 +180,7 @@ class Stage(GPTModel):  # type: ignore[misc]
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._frequencies.device)
 
     def _angles(self, positions_BT: torch.Tensor) -> torch.Tensor:
-        """(T, B, 1, D) angles of the rotary embedding."""
+        """Return the (T, B, 1, D) angles of the rotary embedding."""
         angles_TBD = positions_BT.t()[..., None].float() * self._frequencies
         return torch.cat([angles_TBD, angles_TBD], -1)[:, :, None]
 
@@ -205,7 +212,7 @@ def _expert_settings(experts: Experts | None, layout: Layout) -> dict[str, Any]:
 def transformer_config(
     sizes: Sizes, layout: Layout, epsilon: float, dtype: torch.dtype
 ) -> TransformerConfig:
-    """Megatron's config of a model. Args: epsilon: the epsilon of the norms."""
+    """Return Megatron's config of a model. Args: epsilon: epsilon of the norms."""
     return TransformerConfig(
         num_layers=sizes.num_layers,
         hidden_size=sizes.hidden,
@@ -229,15 +236,15 @@ def transformer_config(
         sequence_parallel=layout.tp > 1,
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
-        # Weights come from elsewhere: nothing is drawn, nothing touched.
+        # Weights come from elsewhere, so initialization must neither draw nor write anything.
         use_cpu_initialization=True,
         perform_initialization=False,
-        # Losses are sums: gradients are not divided by the number of passes.
+        # Losses are sums, so gradients are not divided by the number of passes.
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         deallocate_pipeline_outputs=False,
-        # What needs Transformer Engine or Apex.
+        # These fusions need Transformer Engine or Apex.
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

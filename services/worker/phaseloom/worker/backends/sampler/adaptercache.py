@@ -1,8 +1,8 @@
-"""Versions of other adapters that a sampler generates with, beside its own on the same base.
+"""A sampler's versions of adapters other than its own, on the same base.
 
-Each lies in a place of the rank's scratch memory that is as large as the deployment's own adapter;
-when all are taken, the version that was used longest ago goes. A version never changes, so what is
-there under its name is right until the scratch memory itself is given back.
+Each version lies in a slot of the rank's scratch memory that is as large as the deployment's own
+adapter. If all slots are in use, the least recently used version is evicted. Versions never change,
+so an entry stays valid until the scratch memory itself is given back.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from phaseloom.worker.state.heap import align
 
 
 class AdapterCache:
-    """A cache of versions of other adapters; see the module. All calls come from the device
-    thread."""
+    """An LRU cache of adapter versions. Call it from the device thread only."""
 
     def __init__(
         self, model: nn.Module, slots: Sequence[TensorSlot], scratch: torch.Tensor
@@ -32,8 +31,7 @@ class AdapterCache:
         """Start empty.
 
         Args: slots: the tensors of a version of the deployment's own adapter.
-              scratch: memory with a place for each version to be kept, one behind the other; maybe
-                  none.
+              scratch: memory for the versions, one after another; may be empty.
         """
         self._own = {slot.name: slot for slot in slots}
         self._num_bytes = place_bytes(slots)
@@ -45,18 +43,17 @@ class AdapterCache:
         ]
         self._free = [*range(count)]
         self._kept: OrderedDict[str, tuple[int, Layers]] = OrderedDict()
-        """The place and the matrices of each version, the one used longest ago first."""
+        """Memory index and matrices of each version, least recently used first."""
 
     @property
     def num_places(self) -> int:
         return len(self._places)
 
     def shapes_of(self, adapter: Adapter) -> dict[str, list[int]]:
-        """See `shapes_of`."""
         return shapes_of([*self._own.values()], adapter)
 
     def check(self, version: AdapterVersion) -> None:
-        """Check that a version can be generated with here. Raises: CallerError: why not."""
+        """Check that requests can use a version here. Raises: CallerError: they cannot."""
         if not self._places:
             raise refused(
                 "this deployment keeps no adapters beside its own",
@@ -65,9 +62,9 @@ class AdapterCache:
         check_version(version, [*self._own.values()])
 
     def load(self, version: AdapterVersion, needed: Collection[str]) -> Layers:
-        """The matrices of a version, which is copied to the device unless it is there.
+        """Return the matrices of a version. Copy it to the device if it is not there yet.
 
-        Args: others: versions that must stay, fewer than there are places.
+        Args: needed: versions that must not be evicted; fewer than there are slots.
         """
         if version.name in self._kept:
             self._kept.move_to_end(version.name)
@@ -88,10 +85,10 @@ class AdapterCache:
 
     @contextmanager
     def rows(self, versions: Sequence[AdapterVersion | None]) -> Iterator[None]:
-        """Run passes, within the block, whose rows have the adapters of these versions.
+        """Run passes within the block with one adapter version per row.
 
-        Args: versions: one for each row; None: the model's own adapter. No more different ones than
-              there are places.
+        Args: versions: one per row; None stands for the model's own adapter. They must not be more
+                 different versions than there are slots.
         """
         by_name = {version.name: version for version in versions if version is not None}
         layers_by_name = {name: self.load(version, by_name) for name, version in by_name.items()}
@@ -107,8 +104,7 @@ class AdapterCache:
 
     @contextmanager
     def alone(self, version: AdapterVersion | None) -> Iterator[None]:
-        """Run passes, within the block, all of whose rows have the adapter of this version, which
-        takes no place."""
+        """Run passes within the block with this adapter version for all rows. It uses no slot."""
         if version is None:
             yield
             return
@@ -123,8 +119,10 @@ class AdapterCache:
 
 
 def place_bytes(slots: Sequence[TensorSlot]) -> int:
-    """The size of a version's place in bytes. Args: slots: the tensors of a version of the
-    deployment's own adapter."""
+    """Return the bytes that one version needs.
+
+    Args: slots: the tensors of a version of the deployment's own adapter.
+    """
     return align(max(slot.offset + slot.num_bytes for slot in slots))
 
 

@@ -1,10 +1,14 @@
-"""Sampling backend: generates with a KV cache and gives log-probabilities; weights only.
+"""The sampling backend: generates with a KV cache and computes log-probabilities.
 
-A token is drawn by inverting the CDF at a uniform that is a function of (prompt seed, sample,
-position), see `rng`. Requests of one call are decoded as one batch, and so are requests that join
-it between two tokens, as far as memory allows; each ends when its own samples are done. A request
-that comes alone is a batch of its own, and its result is always the same bits. Every rank of a WPG
-holds the whole weights and generates for its own prompts: no collectives.
+A token is drawn by inverting the CDF at a uniform number that depends only on (prompt seed, sample,
+position); see `rng`. Requests of one call are decoded as one batch, as far as memory allows.
+Requests that join between two tokens enter the same batch. Each ends when its own samples have
+ended. A request that comes alone is a batch of its own, and its result always has the same bits.
+Every rank of a WPG holds the whole weights and generates for its own prompts, so there are no
+collectives.
+
+Shapes: P prompts of a wave, B rows of the batch, R rows of one wave, T tokens of a prompt, V
+vocabulary. For keys and values (L, C, B, K, S, D) see `decoder`.
 """
 
 from __future__ import annotations
@@ -64,17 +68,17 @@ from phaseloom.worker.backends.sampler.rows import Rows, Sampling, Start
 from phaseloom.worker.state.devicememory import DeviceMemory, scratch_tensor
 
 WAVE_TOKENS = 65536
-"""The most cache columns (rows × capacity) decoded at a time: bounds the KV cache."""
+"""Most cache columns (rows × capacity) decoded at a time. Bounds the KV cache."""
 
 KEEP_ROWS = 0.75
-"""Finished rows are dropped from the batch once less than this share of its rows is live."""
+"""Finished rows are dropped from the batch when less than this share of its rows is live."""
 
 
 class SamplerBackend(InferenceBackend):
-    """`Backend` for generation.
+    """The `Backend` for generation.
 
-    Log-probabilities are the model's own (temperature 1), whatever the temperature that tokens were
-    drawn at: the learner's log-probabilities compare with those.
+    Log-probabilities are always the model's own, at temperature 1, because the learner compares its
+    log-probabilities with them. The temperature affects only which tokens are drawn.
     """
 
     def __init__(self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE) -> None:
@@ -92,7 +96,7 @@ class SamplerBackend(InferenceBackend):
         self._base = None
         if spec.model.adapter is not None:
             self._base = SharedBase(self._model, spec.model, ranks, heap)
-        # Moves its rotary frequencies, which are no state.
+        # Moves the rotary frequencies, which are buffers and not state.
         module: torch.nn.Module = self._model
         module.to(self._device)
         self.config = config_dict(self._model, spec.model)
@@ -122,7 +126,7 @@ class SamplerBackend(InferenceBackend):
         return Memory(_layout(spec).heap_bytes, scratch_bytes)
 
     def check_adapter(self, version: AdapterVersion) -> None:
-        """Check that requests can be generated with a version. Raises: CallerError: they cannot."""
+        """Check that requests can use an adapter version. Raises: CallerError: they cannot."""
         if self._adapters is None:
             raise CallerError(
                 "this deployment has no adapter, so it cannot take another's place",
@@ -175,7 +179,7 @@ class SamplerBackend(InferenceBackend):
         return weights_sha256(as_little_endian(views), self._dtype)
 
     def weights_changed(self) -> None:
-        """Drop the prefix cache: every call reads the weights themselves from the heap."""
+        """Drop cached keys and values, adapters and the base's copy. Weights are read in place."""
         if self._base is not None:
             self._base.refill()
         if self._adapters is not None:
@@ -184,7 +188,7 @@ class SamplerBackend(InferenceBackend):
             self._prefixes.clear()
 
     def weights_exchanged(self, name: str) -> None:
-        """Keep keys and values by the name of their weights."""
+        """Cache keys and values under the name of the weights that they belong to."""
         self._weights_name = name
 
     def weights_updated(self) -> None:
@@ -192,8 +196,8 @@ class SamplerBackend(InferenceBackend):
             self._prefixes.weights_updated()
 
     def use_threads(self, count: int) -> None:
-        """Work with one thread, whatever the share: a decode step gains next to nothing by more,
-        and the shapes of its products, and so its last bits, would depend on their number."""
+        """Always use one thread. More threads hardly speed up a decode step, and the last bits of
+        its matrix products would depend on their number."""
         torch.set_num_threads(1)
 
     def close(self) -> None:
@@ -201,7 +205,7 @@ class SamplerBackend(InferenceBackend):
 
     def _start_wave(self, call: _Call, batch: _Batch, wave: list[_Prompt]) -> None:
         """Prefill every prompt of the wave once, draw the first token of all its samples, and add
-        them to the batch."""
+        their rows to the batch."""
         samplings = self._samplings(call, wave)
         rows = Rows(samplings, self.vocab_size)
         prefixes = self._find_prefixes(call, wave)
@@ -219,7 +223,7 @@ class SamplerBackend(InferenceBackend):
         self._cache_ended_rows(batch)
 
     def _find_prefixes(self, call: _Call, wave: list[_Prompt]) -> list[Prefix]:
-        """The kept beginning of each prompt of the wave, from the prefix cache."""
+        """Return the cached prefix of each prompt of the wave."""
         cache = self._prefixes
         if cache is None:
             return [Prefix(0)] * len(wave)
@@ -236,9 +240,10 @@ class SamplerBackend(InferenceBackend):
         return prefixes
 
     def _prefill(self, wave: list[_Prompt], prefixes: list[Prefix], room: int) -> Prefill[Any]:
-        """Run the new part of each prompt: together where equally many tokens are new, or all.
+        """Run the uncached part of each prompt. Prompts with equally many uncached tokens run
+        together, and so do all prompts without a cached prefix.
 
-        Args: room: columns for new tokens.
+        Args: room: columns for tokens to generate.
         """
         groups: dict[int, list[int]] = {}
         for i, (prompt, prefix) in enumerate(zip(wave, prefixes, strict=True)):
@@ -262,14 +267,14 @@ class SamplerBackend(InferenceBackend):
     def _prefill_group(
         self, wave: list[_Prompt], prefixes: list[Prefix], room: int
     ) -> Prefill[Any]:
-        """Run prompts of which nothing is kept, or of which equally many tokens are new."""
+        """Run prompts that have no cached prefix, or equally many uncached tokens."""
         with self._row_adapters(prompt.adapter for prompt in wave):
             return self._prefill_with(wave, prefixes, room)
 
     def _row_adapters(
         self, adapters: Iterable[AdapterVersion | None]
     ) -> AbstractContextManager[None]:
-        """Run passes, within the block, with the adapters of their rows."""
+        """Return a context in which the rows of a pass use these adapters."""
         if self._adapters is None:
             return nullcontext()
         versions = [*adapters]
@@ -292,7 +297,7 @@ class SamplerBackend(InferenceBackend):
         return self._decoder.resume(tokens_PT, kv_LCBKSD, padding_P.to(self._device), room)
 
     def _cache_ended_rows(self, batch: _Batch) -> None:
-        """Give the rows that have just ended to the prefix cache."""
+        """Store the keys and values of rows that have just ended in the prefix cache."""
         if self._prefixes is None:
             return
         start = 0
@@ -303,7 +308,7 @@ class SamplerBackend(InferenceBackend):
             start += rows.num_rows
 
     def _step(self, call: _Call, batch: _Batch) -> None:
-        """Draw the next token of all samples."""
+        """Draw the next token of all rows."""
         batch.drop_finished()
         if not batch.waves:
             return
@@ -317,8 +322,8 @@ class SamplerBackend(InferenceBackend):
         self._cache_ended_rows(batch)
 
     def _samplings(self, call: _Call, wave: list[_Prompt]) -> list[Sampling]:
-        """The parameters of each request of the wave; the prompts of a request follow one
-        another."""
+        """Return the parameters of each request of the wave. A request's prompts are
+        consecutive."""
         samplings: list[Sampling] = []
         for request in dict.fromkeys(prompt.request for prompt in wave):
             prompts = [prompt for prompt in wave if prompt.request == request]
@@ -343,8 +348,8 @@ class SamplerBackend(InferenceBackend):
         return samplings
 
     def _scored_prompts(self, args: Generate) -> GenerateResult:
-        """The log-probabilities of each prompt, as `forward` gives them, after a 0 for its first
-        token: a result without sequences."""
+        """Return a result without sequences: the log-probabilities of each prompt, as in `forward`,
+        after a 0 for its first token."""
         if not args.prompt_logprobs:
             return GenerateResult([])
         tokens = [int32s(prompt.tokens) for prompt in args.prompts]
@@ -369,28 +374,29 @@ class _Prompt:
 
     request: int
     index: int
-    """The place of the prompt in the request."""
+    """Index of the prompt in its request."""
     tokens_T: Ints
     start: Start
     max_tokens: int
-    """The new tokens that a sample of it may still get."""
+    """Most tokens that a sample of it may still get."""
     adapter: AdapterVersion | None
-    """The adapter version to draw with; None: the deployment's own weights."""
+    """None stands for the deployment's own weights."""
 
 
 class _Batch:
-    """The waves of prompts that decode together, and the one cache of all their rows.
+    """The waves of prompts that decode together, and one cache for all their rows.
 
-    A wave's rows follow one another in the cache. A wave that begins while others decode gets rows
-    behind theirs; one whose rows are all done is dropped.
+    The rows of a wave are consecutive in the cache. A wave that joins gets rows behind all others.
+    A wave whose rows have all ended is dropped.
     """
 
     def __init__(self) -> None:
         self.waves: list[Rows] = []
         self.origins: list[list[int]] = []
-        """The `Prefix.origin` of each row asked for, by wave."""
+        """The `Prefix.origin` of each row that was requested, by wave."""
         self.adapters: list[list[AdapterVersion | None]] = []
-        """The adapter of each row that is still there, by wave; None: the deployment's own."""
+        """The adapter of each row still in the batch, by wave; None stands for the deployment's
+        own."""
         self._cache: Cache | None = None
 
     @property
@@ -408,12 +414,12 @@ class _Batch:
 
     @property
     def room(self) -> int:
-        """The most new tokens that a row may still get."""
+        """Most tokens that any row may still get."""
         return max((rows.room for rows in self.waves), default=0)
 
     @property
     def versions(self) -> set[str]:
-        """The adapter versions that rows need, beside the deployment's own."""
+        """The names of the adapter versions that rows use, besides the deployment's own."""
         return {adapter.name for wave in self.adapters for adapter in wave if adapter is not None}
 
     def add(
@@ -430,7 +436,7 @@ class _Batch:
         self._cache = cache if is_first else self.cache.joined(cache, self.room)
 
     def drop_finished(self) -> None:
-        """Drop rows that are done, once they are many or all of a wave."""
+        """Drop finished rows if a wave has no live row, or if too few of all rows are live."""
         live = [rows.num_live_rows for rows in self.waves]
         if all(live) and sum(live) >= KEEP_ROWS * sum(self.num_rows_by_wave):
             return
@@ -455,28 +461,27 @@ class _Batch:
 class _Request:
     args: Generate
     scored: GenerateResult
-    """The result about its prompts; it has no sequences yet."""
+    """The part of its result about the prompts, without sequences."""
     num_total: int
-    """The most new tokens of its samples."""
+    """Most new tokens of all its samples."""
     num_open: int
-    """The number of samples that have not ended."""
+    """Number of samples that have not ended."""
     num_done: int = 0
     sequences: dict[int, list[Sequence]] = field(default_factory=dict)
-    """The sequences of the prompts whose samples have all ended, by the prompt's place."""
+    """The sequences of each prompt whose samples have all ended, by the index of the prompt."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 class _Call:
-    """The requests of one call: the prompts that wait for their turn, and the tokens drawn so
-    far."""
+    """The requests of one call: prompts that wait, and sequences that have ended."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._requests: list[_Request] = []
         self._closed: set[int] = set()
-        """The requests that have ended, or were cancelled."""
+        """Requests that have ended or were cancelled."""
         self._streams: set[int] = set()
-        """The requests that stream and have not ended."""
+        """Requests that stream and have not ended."""
         self._waiting: deque[_Prompt] = deque()
 
     @property
@@ -488,7 +493,7 @@ class _Call:
 
     @property
     def next_adapter(self) -> AdapterVersion | None:
-        """The adapter version of the request that is added next."""
+        """The adapter version of the next request to add."""
         return self._watch.adapter(len(self._requests))
 
     def add(self, args: Generate, scored: GenerateResult, adapter: AdapterVersion | None) -> None:
@@ -499,11 +504,11 @@ class _Call:
         num_open = args.num_samples * len(prompts)
         self._requests.append(_Request(args, scored, total, num_open))
         self._waiting += prompts
-        if not prompts:  # a share of an operation may be empty
+        if not prompts:  # a rank's share of an operation may be empty
             self._end(len(self._requests) - 1, GenerateResult([], []))
 
     def count_tokens(self, prompt: _Prompt, num_reused: int) -> None:
-        """Count the tokens of a prompt that are run now, and those that the prefix cache has."""
+        """Count the tokens of a prompt that are run now, and those reused from the prefix cache."""
         metrics = self._requests[prompt.request].metrics
         for name, num in (
             ("prefilled_tokens:sum", prompt.tokens_T.size - num_reused),
@@ -515,11 +520,11 @@ class _Call:
         self._watch.stepped(tokens)
 
     def next_wave(self, batch: _Batch, num_adapters: int) -> list[_Prompt]:
-        """The prompts to begin with now, beside those that decode already, with at most
-        `num_adapters` versions of other adapters.
+        """Take the waiting prompts that can start now, next to the rows that decode already.
 
-        Waiting prompts begin when all of them fit, or when half of the memory is free: each wave
-        that joins others costs a copy of the cache.
+        All rows together use at most `num_adapters` versions of other adapters. Prompts start if
+        all that wait fit, or if half of the memory is free: each wave that joins costs a copy of
+        the cache.
         """
         self._end_cancelled()
         if not self._waiting:
@@ -548,8 +553,8 @@ class _Call:
         return wave
 
     def accept(self, rows: Rows, logits_BV: torch.Tensor) -> None:
-        """Draw a token in every row, report the progress, and end the requests that are done or not
-        wanted any more."""
+        """Draw a token in every row, report progress, and end requests that are done or
+        cancelled."""
         live_before = rows.num_live()
         rows.accept(logits_BV)
         live_after = dict(rows.num_live())
@@ -572,14 +577,14 @@ class _Call:
             self._record(sampling.request, sampling.first_prompt, sequences)
 
     def report_new_tokens(self, batch: _Batch) -> None:
-        """Report the new tokens of requests that stream, of all their rows at once."""
+        """Report the new tokens of streaming requests, over all waves at once."""
         for i in [i for i in self._streams if self._watch.wants_tokens(i)]:
             new_tokens = [tokens for rows in batch.waves for tokens in rows.take_new_tokens(i)]
             if new_tokens:
                 self._watch.drawn(i, new_tokens)
 
     def _end_cancelled(self) -> None:
-        """End prompts that wait and that nobody wants any more."""
+        """End waiting prompts whose requests were cancelled or stopped."""
         for prompt in list(self._waiting):
             i = prompt.request
             if i not in self._closed and self._watch.is_cancelled(i):
@@ -592,8 +597,8 @@ class _Call:
                 self._record(i, prompt.index, [[none] * self.args(prompt).num_samples])
 
     def _record(self, i: int, first: int, sequences: list[list[Sequence]]) -> None:
-        """Keep the sequences of prompts of a request; with the last prompt, report the request's
-        result."""
+        """Record the sequences of a request's prompts from `first` on. After its last prompt,
+        report the request's result."""
         request = self._requests[i]
         request.sequences |= dict(enumerate(sequences, first))
         if len(request.sequences) == len(request.args.prompts):
@@ -628,7 +633,7 @@ def _prompts(args: Generate, request: int, adapter: AdapterVersion | None) -> li
 
 
 def _left_pad(tokens: list[Ints]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens (P, T) and the columns of padding on the left of each row (P,)."""
+    """Return the tokens (P, T), and the columns of padding on the left of each row (P,)."""
     length = max(tokens_T.size for tokens_T in tokens)
     padded_PT = np.zeros((len(tokens), length), dtype=np.int64)
     for row, tokens_T in enumerate(tokens):
@@ -638,7 +643,7 @@ def _left_pad(tokens: list[Ints]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _adapter_bytes(spec: DeploymentSpec) -> int:
-    """The scratch memory of each rank for versions of other adapters, in bytes."""
+    """Return each rank's scratch bytes for versions of other adapters."""
     if not spec.max_adapters or spec.model.adapter is None:
         return 0
     return spec.max_adapters * place_bytes(_layout(spec).slots)

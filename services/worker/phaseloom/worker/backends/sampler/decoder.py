@@ -1,9 +1,9 @@
-"""Batched incremental decoding of left-padded rows, which all write the same cache column.
+"""Batched incremental decoding of left-padded rows that all write the same cache column.
 
-`LlamaDecoder` runs the Llama family by operations of its own, written for few and small ones:
-`transformers`' decode costs about twice as much for a small model, nearly all of it Python.
-`BodyDecoder` runs that for whatever is built differently. Both use the modules' weights in place,
-so nothing is derived from them and they may change between two calls.
+`LlamaDecoder` implements the Llama family with few operations that are fast for small batches.
+`transformers`' own decoding costs about twice as much for a small model, nearly all of it in
+Python. `BodyDecoder` runs that for all other architectures. Both use the modules' weights in place.
+Nothing is derived from the weights, so they may change between two calls.
 
 Shapes: B rows, T positions of this call, S columns of the cache in use, L layers, C = 2 for keys
 and values, H hidden, N query heads, K key-value heads, G = N / K, D head size, V vocabulary.
@@ -27,33 +27,33 @@ from phaseloom.worker.backends.architectures import (
 from phaseloom.worker.backends.lora.adapters import LowRank
 
 LLAMA_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""The architectures built of the same modules, under the same names, as Llama."""
+"""Architectures built from the same modules as Llama, with the same names."""
 
 
 class Cache(Protocol):
     """Keys and values of the rows of a batch."""
 
     padding_B: torch.Tensor
-    """The columns of padding on the left of each row."""
+    """Columns of padding on the left of each row."""
     columns: int
-    """The number of columns in use."""
+    """Number of columns in use."""
 
     def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The keys and values of each layer, (B, K, S, D), of the columns in use, as views."""
+        """Return views of each layer's keys and values, (B, K, S, D), for the columns in use."""
         ...
 
     def keep_rows(self, index_R: torch.Tensor) -> None:
-        """Keep these rows, in this order; an index may occur several times.
+        """Keep these rows, in this order. An index may occur several times.
 
-        Each layer's memory goes before the next one is copied, so that it can be used again.
+        Frees each layer's memory before copying the next layer, so that it can be reused.
         """
         ...
 
     def joined(self, appended: Self, room: int) -> Self:
-        """A cache with copies of these rows and of the other cache's behind them, with room for
-        `room` more columns.
+        """Return a cache with copies of these rows, then of those of `appended`, and `room` free
+        columns.
 
-        Rows are aligned at their last column; columns that are padding in all rows are left out.
+        Rows are aligned at their last column. Columns that are padding in all rows are dropped.
         """
         ...
 
@@ -68,7 +68,7 @@ class Prefill(Generic[CacheT]):
 
 
 class Decoder(Protocol[CacheT]):
-    """The forward pass of a model, a column of positions at a time."""
+    """The forward pass of a model, one column of positions at a time."""
 
     def prefill(
         self, tokens_BT: torch.Tensor, padding_B: torch.Tensor, capacity: int
@@ -76,30 +76,31 @@ class Decoder(Protocol[CacheT]):
         """Run left-padded prompts.
 
         Args: padding_B: columns of padding on the left of each row.
-              capacity: the columns that the cache will hold, T included.
+              capacity: columns that the cache must hold, T included.
         """
         ...
 
     def resume(
         self, tokens_BT: torch.Tensor, kv_LCBKSD: torch.Tensor, padding_B: torch.Tensor, room: int
     ) -> Prefill[CacheT]:
-        """Run the rest of prompts, whose first tokens' keys and values are known.
+        """Run the remaining tokens of prompts whose first keys and values are known.
 
-        Args: tokens_BT: equally many tokens of each prompt, without padding. kv_LCBKSD: keys and
-                  values (C = 2) of the tokens before them in each of the L layers, left-padded;
-                  finite where they are padding.
-              room: the columns that the cache will hold behind these tokens.
+        Args: tokens_BT: equally many tokens of each prompt, without padding.
+              kv_LCBKSD: keys and values (C = 2) of the tokens before these, left-padded. Padding
+                  must be finite.
+              room: columns that the cache must hold after these tokens.
         """
         ...
 
     def step(self, tokens_B: torch.Tensor, cache: CacheT) -> torch.Tensor:
-        """Append one token to every row of `cache`; the logits (B, V) for the next one."""
+        """Append one token to every row of `cache`. Returns: the logits (B, V) of the next
+        token."""
         ...
 
 
 def decoder_of(model: PreTrainedModel) -> Decoder[Any]:
     is_known = model.config.model_type in LLAMA_TYPES and not has_windows(model.config)
-    # Less precise weights are computed with as they are in training, or samples are off-policy.
+    # In lower precision, decode exactly as training computes, or samples would be off-policy.
     if is_known and model.dtype == torch.float32:
         return LlamaDecoder(model)
     return BodyDecoder(model)
@@ -107,7 +108,7 @@ def decoder_of(model: PreTrainedModel) -> Decoder[Any]:
 
 @dataclass
 class LlamaCache:
-    """Keys and values of B rows; `mask_BS` is -inf where a column is left padding."""
+    """Keys and values of B rows. `mask_BS` is -inf at left padding and 0 elsewhere."""
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
@@ -129,7 +130,7 @@ class LlamaCache:
         index_Z = (index_R[:, None] * num_heads + heads_K).flatten()
 
         def pick(cached_BKSD: torch.Tensor) -> torch.Tensor:
-            # A head's used columns follow one another, so that each is copied at once.
+            # A head's used columns are contiguous, so each head is one copy.
             picked = cached_BKSD.new_empty((index_R.numel(), num_heads, capacity, size))
             source, target = (
                 cached.view(-1, capacity * size)[:, : self.columns * size]
@@ -162,7 +163,7 @@ class LlamaCache:
 
 
 class LlamaDecoder:
-    """`Decoder` for models of one of `LLAMA_TYPES` in float32 without windows."""
+    """The `Decoder` for models of `LLAMA_TYPES` in float32 without sliding windows."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config: Any = model.config
@@ -192,7 +193,7 @@ class LlamaDecoder:
         return Prefill(self._run(tokens_BT, cache, _causal(cache, length)), cache)
 
     def _empty(self, padding_B: torch.Tensor, capacity: int) -> LlamaCache:
-        """A cache with room for `capacity` columns, none of them in use."""
+        """Return a cache with room for `capacity` columns, none of them in use."""
         num_rows, device = padding_B.numel(), padding_B.device
         shape = (num_rows, self._num_kv_heads, capacity, self._head_size)
         columns_S = torch.arange(capacity, device=device)
@@ -253,7 +254,7 @@ class LlamaDecoder:
         keys, values = cached
         keys[:, :, stop - length : stop] = _rotate(k_BTKD, rope).transpose(1, 2)
         values[:, :, stop - length : stop] = v_BTKD.transpose(1, 2)
-        # The G query heads of a key-value head are rows of one matrix product.
+        # The G query heads of a key-value head become rows of one matrix product.
         q_BKGTD = q_BTND.view(batch, length, self._num_kv_heads, -1, self._head_size)
         q_BKGTD = q_BKGTD.permute(0, 2, 3, 1, 4)
         groups = q_BKGTD.shape[2]
@@ -267,11 +268,12 @@ class LlamaDecoder:
 
 
 def _causal(cache: LlamaCache, length: int) -> torch.Tensor:
-    """Mask (B, T, S) of the next `length` columns of a cache over all up to them."""
+    """Return the mask (B, T, S) of the cache's next `length` columns over all columns up to
+    them."""
     start, stop = cache.columns, cache.columns + length
     device = cache.padding_B.device
     causal_TS = torch.full((length, stop), -torch.inf, device=device).triu_(start + 1)
-    # A padded position sees itself, lest its softmax be NaN; nobody reads the result.
+    # A padded position sees itself, otherwise its softmax would be NaN. Its result is unused.
     visible = torch.zeros(length, stop, dtype=torch.bool, device=device)
     visible.diagonal(start).fill_(True)
     return (cache.mask_BS[:, None, :stop] + causal_TS).masked_fill_(visible, 0.0)
@@ -279,7 +281,7 @@ def _causal(cache: LlamaCache, length: int) -> torch.Tensor:
 
 @dataclass
 class BodyCache:
-    """The keys and values of `transformers`, those of all columns in every layer."""
+    """The cache of `transformers`, with all columns in every layer."""
 
     kv: DynamicCache
     padding_B: torch.Tensor
@@ -306,7 +308,7 @@ class BodyCache:
 
 
 class BodyDecoder:
-    """`Decoder` by the model's own body, for any architecture."""
+    """The `Decoder` for any architecture. It runs the model's own body."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -335,7 +337,7 @@ class BodyDecoder:
         columns_T = columns_S[start:]
         distance_TS = columns_T[:, None] - columns_S
         visible_BTS = (distance_TS >= 0) & (columns_S >= cache.padding_B[:, None, None])
-        # A padded position sees itself, lest its softmax be NaN; nobody reads the result.
+        # A padded position sees itself, otherwise its softmax would be NaN. Its result is unused.
         visible_BTS |= distance_TS == 0
         body: Any = self._model.base_model
         output = body(
@@ -355,12 +357,12 @@ class BodyDecoder:
 
 @dataclass(frozen=True)
 class _Alignment:
-    """The alignment of the columns of two caches at their last ones."""
+    """Aligns the columns of two caches at their last ones."""
 
     used: tuple[int, int]
-    """The columns of each cache that are not padding in all its rows."""
+    """Number of columns of each cache that are not padding in all its rows."""
     starts: tuple[int, int]
-    """The first used column of each cache."""
+    """The first of these columns in each cache."""
     columns: int
     padding_B: torch.Tensor
 
@@ -375,9 +377,9 @@ class _Alignment:
     def joined(
         self, first_BKSD: torch.Tensor, second_BKSD: torch.Tensor, room: int = 0
     ) -> torch.Tensor:
-        """The rows of both, with `room` more columns."""
+        """Return the rows of both, with `room` more columns."""
         num_first, num_heads, _, size = first_BKSD.shape
-        # Zeroes, since what is masked is multiplied by 0 and must be finite.
+        # Zeros, because masked values are multiplied by 0 and must be finite.
         joined = first_BKSD.new_zeros(
             (self.padding_B.numel(), num_heads, self.columns + room, size)
         )

@@ -1,15 +1,16 @@
-"""Keys and values of earlier prompts and samples, by the tokens that they belong to.
+"""Keys and values of earlier prompts and samples, found by their tokens.
 
-They lie in blocks of the rank's scratch memory, `BLOCK_TOKENS` tokens each, and never beyond it.
-The blocks form a tree: a block's place in it names all tokens up to its own, so samples of one
-prompt share the prompt's blocks. When all are taken, the one that was used longest ago goes.
+They lie in blocks of `BLOCK_TOKENS` tokens in the rank's scratch memory and never use more. The
+blocks form trees: the path to a block spells all tokens up to and including its own, so samples of
+one prompt share the prompt's blocks. When all blocks are in use, the least recently used one is
+evicted.
 
-Each tree is of one state of the weights, its *origin*, which counts how often they have changed. A
-prompt gets keys and values of the present weights only. An update may keep the older trees: those
-serve samples that it has stopped and that go on, and nobody else.
+Each tree belongs to one state of the weights, its *origin*. Origins count the changes of the
+weights. A new prompt gets keys and values of the current weights only. After an update, older trees
+may be kept for samples that the update interrupted; nothing else uses them.
 
-Shapes: B rows, S columns, L layers, C = 2 for keys and values, K key-value heads, D head size,
-N blocks, T tokens of a block.
+Shapes: B rows, S columns, L layers, C = 2 for keys and values, K key-value heads, D head size, N
+blocks, T tokens of a block.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from phaseloom.worker.state.devicememory import DeviceMemory, scratch_tensor
 BLOCK_TOKENS = 16
 
 _SEQUENCES = 8
-"""The number of sequences of full length, about, that a deployment has room for by default."""
+"""Approximate number of full-length sequences that a deployment has room for by default."""
 
 Tokens = tuple[int, ...]
 
 
 class KvShape(NamedTuple):
-    """Keys and values of one token."""
+    """Size of the keys and values of one token."""
 
     num_layers: int
     num_heads: int
     size: int
-    """The dimensions of a head."""
+    """Dimensions of a head."""
     dtype: torch.dtype
 
     @property
@@ -50,13 +51,13 @@ class KvShape(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """The beginning of a prompt whose keys and values are kept."""
+    """The beginning of a prompt whose keys and values are cached."""
 
     origin: int
     """The state of the weights that the oldest of the keys and values belong to."""
     num_tokens: int = 0
     blocks: Sequence[int] = ()
-    """The indices of the blocks that hold them; the last block may hold more."""
+    """Indices of the blocks that hold them. The last block may hold more tokens."""
 
 
 @dataclass(eq=False)
@@ -65,15 +66,15 @@ class _Block:
     tokens: Tokens
     """The block's own tokens: `BLOCK_TOKENS` of them, or fewer in a block without children."""
     index: int = -1
-    """The block's place in the memory; -1: a root, which has none."""
+    """Index of the block in memory; -1 for a root, which holds nothing."""
     children: dict[Tokens, _Block] = field(default_factory=dict)
 
 
 class PrefixCache:
-    """A cache of keys and values; see the module. All calls come from the device thread."""
+    """A cache of keys and values. Call it from the device thread only."""
 
     def __init__(self, scratch: torch.Tensor, shape: KvShape) -> None:
-        """Start empty. Raises: CallerError: the memory is too small for a block."""
+        """Start empty. Raises: CallerError: the memory is too small for one block."""
         num_blocks = scratch.numel() // (BLOCK_TOKENS * shape.num_bytes)
         if not num_blocks:
             raise CallerError(
@@ -88,21 +89,20 @@ class PrefixCache:
             num_blocks, shape.num_layers, 2, shape.num_heads, BLOCK_TOKENS, shape.size
         )
         self._now = 0
-        """The present state of the weights."""
+        """The current state of the weights."""
         self._roots: dict[int, _Block] = {}
-        """The roots by origin, oldest first. Origins below 0 are those of other adapters'
-        versions."""
+        """Roots by origin, oldest first. Origins below 0 belong to versions of other adapters."""
         self._versions: dict[str, int] = {}
-        """The origins of other adapters' versions, which never change."""
+        """Origins of versions of other adapters, which never change."""
         self._used: OrderedDict[_Block, None] = OrderedDict()
-        """All blocks, the one used longest ago first. A block comes before its parent, so the
-        first has no children."""
+        """All blocks, least recently used first. Children come before their parents, so the first
+        block is always a leaf."""
         self._free = [*range(num_blocks)]
         self.clear()
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens whose keys and values are kept."""
+        """The number of cached tokens."""
         return sum(len(block.tokens) for block in self._used)
 
     def clear(self) -> None:
@@ -113,17 +113,18 @@ class PrefixCache:
         self._roots = {self._now: _Block(None, ())}
 
     def weights_updated(self) -> None:
-        """Keep all keys and values for samples that the update has stopped."""
+        """Start a new origin, but keep older keys and values for samples that the update
+        interrupted."""
         self._now += 1
         self._roots = {origin: root for origin, root in self._roots.items() if root.children}
         self._roots[self._now] = _Block(None, ())
 
     def find(self, tokens: Sequence[int], num_generated: int, version: str = "") -> Prefix:
-        """The kept beginning of a prompt. Its last token is never part of it: it must be run for
-        its logits.
+        """Return the cached beginning of a prompt. It never includes the last token, which must be
+        run for its logits.
 
-        Args: num_generated: the number of the prompt's last tokens that are an earlier answer's.
-              version: the version of another adapter, where the prompt is run with one.
+        Args: num_generated: how many of the prompt's last tokens belong to an earlier answer.
+              version: the version of another adapter, if the prompt runs with one.
         """
         cacheable = tuple(tokens[:-1])
         if version:
@@ -140,7 +141,7 @@ class PrefixCache:
         return Prefix(origin, num_tokens, [block.index for block in path])
 
     def read(self, prefixes: Sequence[Prefix]) -> torch.Tensor:
-        """Keys and values (L, C, B, K, S, D) of prefixes, left-padded with zeroes."""
+        """Return keys and values (L, C, B, K, S, D) of prefixes, left-padded with zeros."""
         columns = max(prefix.num_tokens for prefix in prefixes)
         _, num_layers, _, num_heads, _, size = self._kv_NLCKTD.shape
         shape = (num_layers, 2, len(prefixes), num_heads, columns, size)
@@ -153,10 +154,10 @@ class PrefixCache:
         return kv_LCBKSD
 
     def store(self, tokens: Sequence[int], origin: int, cache: Cache, row: int) -> None:
-        """Keep the keys and values of a row, as far as there is room.
+        """Cache the keys and values of a row, as far as there is room.
 
-        Args: tokens: the tokens of all columns of the row. origin: that of the prefix that it began
-              with.
+        Args: tokens: the tokens of all columns of the row.
+              origin: origin of the prefix that the row started from.
         """
         path, first = self._allocate(tuple(tokens), origin)
         new = path[first:]
@@ -179,8 +180,8 @@ class PrefixCache:
         self._kv_NLCKTD.index_copy_(0, index_N, blocks)
 
     def _allocate(self, tokens: Tokens, origin: int) -> tuple[list[_Block], int]:
-        """The blocks of these tokens, and how many of the tokens have their content already; the
-        blocks are fewer where there is no room for all."""
+        """Return blocks for these tokens, and how many of the blocks are filled already. There are
+        fewer blocks if there is no room for all."""
         path, block = list[_Block](), self._roots[origin]
         chunks = [tokens[i : i + BLOCK_TOKENS] for i in range(0, len(tokens), BLOCK_TOKENS)]
         for chunk in chunks:
@@ -189,7 +190,7 @@ class PrefixCache:
                 break
             path.append(child)
             block = child
-        self._touch(path)  # lest room for the others is made there
+        self._touch(path)  # touched first, so that making room does not evict them
         num_kept = len(path)
         for chunk in chunks[num_kept:]:
             child = _child_within(block, chunk)
@@ -209,9 +210,9 @@ class PrefixCache:
         return path, num_kept
 
     def _make_room(self, path: Sequence[_Block]) -> bool:
-        """Make room for a block; if need be the block used longest ago goes.
+        """Make room for a block, by evicting the least recently used one if necessary.
 
-        Returns: False: all blocks are on the path, whose blocks were used just now.
+        Returns: False if every block is on the path, whose blocks are in use.
         """
         if self._free:
             return True
@@ -231,7 +232,7 @@ class PrefixCache:
 
 
 def _match(root: _Block, tokens: Tokens) -> tuple[int, list[_Block]]:
-    """The number of the first tokens that are in a tree, and the blocks that have them."""
+    """Return the number of leading tokens that are in a tree, and the blocks that hold them."""
     block, path = root, list[_Block]()
     for start in range(0, len(tokens), BLOCK_TOKENS):
         chunk = tokens[start : start + BLOCK_TOKENS]
@@ -251,13 +252,14 @@ def _match(root: _Block, tokens: Tokens) -> tuple[int, list[_Block]]:
 
 
 def _common_length(first: Tokens, second: Tokens) -> int:
-    """The number of first tokens that are the same."""
+    """Return the number of leading tokens that are equal."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _child_with(block: _Block, chunk: Tokens) -> _Block | None:
-    """The child that has these tokens or, where they are fewer than a block's, begins with them."""
+    """Return the child with these tokens. Fewer tokens than a block's match a child that begins
+    with them."""
     if len(chunk) == BLOCK_TOKENS or chunk in block.children:
         return block.children.get(chunk)
     begun = (c for c in block.children.values() if c.tokens[: len(chunk)] == chunk)
@@ -265,13 +267,13 @@ def _child_with(block: _Block, chunk: Tokens) -> _Block | None:
 
 
 def _child_within(block: _Block, chunk: Tokens) -> _Block | None:
-    """The child whose tokens are the beginning of these."""
+    """Return the child whose tokens are a prefix of these."""
     begun = (c for c in block.children.values() if chunk[: len(c.tokens)] == c.tokens)
     return next(begun, None)
 
 
 def kv_shape(decoder: Decoder[Any], device: torch.device) -> KvShape:
-    """The keys and values that a decoder computes for a token; the same in every layer."""
+    """Return the shape of the keys and values of a token, which is the same in every layer."""
     token, none = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     with torch.inference_mode():
         layers = decoder.prefill(token.to(device), none.to(device), 1).cache.layers()
@@ -281,7 +283,7 @@ def kv_shape(decoder: Decoder[Any], device: torch.device) -> KvShape:
 
 
 def planned_bytes(spec: DeploymentSpec) -> int:
-    """Scratch memory of each rank for its prefix cache; 0: it has none."""
+    """Return each rank's scratch bytes for its prefix cache; 0 if it has none."""
     if not spec.prefix_cache:
         return 0
     config: Any = model_config(spec.model)
@@ -295,7 +297,8 @@ def planned_bytes(spec: DeploymentSpec) -> int:
 def prefix_cache(
     spec: DeploymentSpec, memory: DeviceMemory, decoder: Decoder[Any]
 ) -> PrefixCache | None:
-    """The prefix cache at the end of a rank's scratch memory; None: the deployment has none."""
+    """Create the prefix cache at the end of a rank's scratch memory; None if the deployment has
+    none."""
     if not spec.prefix_cache:
         return None
     scratch = scratch_tensor(memory)[-planned_bytes(spec) :]

@@ -1,9 +1,9 @@
-"""Tokens of a batch of rows while they are drawn: when each row ends, and why.
+"""The tokens of a batch of rows: drawing them, and deciding when each row ends.
 
-Rows of several requests decode together. A row's draws and its end follow from its own request
-only; which rows are still in the decoder's batch changes nothing but the cost.
+Rows of several requests decode together. A row's draws and its end depend only on its own request.
+Which rows are still in the decoder's batch affects the cost and nothing else.
 
-Shapes: R rows asked for, B ≤ R rows still in the decoder's batch, I positions of new tokens,
+Shapes: R rows of all requests, B ≤ R rows still in the decoder's batch, I positions of new tokens,
 V vocabulary, Q requests of the call.
 """
 
@@ -26,15 +26,15 @@ from phaseloom.worker.backends.stoptext import StopText
 
 @dataclass(frozen=True)
 class Start:
-    """The beginning of the samples of a prompt."""
+    """The starting point of a prompt's samples."""
 
     seed: int
     sample: int
-    """The number of the first sample."""
+    """Number of the first sample."""
     prompt: list[int]
     """The prompt's tokens, without those generated earlier."""
     generated: list[int]
-    """The tokens of an earlier answer, which the samples continue."""
+    """Tokens of an earlier answer, which the samples continue."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,19 @@ class Sampling:
     """The parameters of one request of the call."""
 
     request: int
-    """The index of the request in the call."""
+    """Index of the request in the call."""
     first_prompt: int
-    """The index, in the request, of its first prompt in this batch."""
+    """Index, in the request, of its first prompt in this batch."""
     starts: list[Start]
-    """The beginnings of its prompts in this batch, in order."""
+    """One for each of its prompts in this batch, in order."""
     num_samples: int
     max_tokens: int
-    """The most new tokens of a sample, those generated earlier included."""
+    """Most tokens of a sample, those generated earlier included."""
     params: SamplingParams
     stop_token_ids: list[int]
     """All tokens that end a sample."""
     stop_texts: Seq[StopText | None]
-    """The finder of stop strings for each row; None: the request has none."""
+    """The matcher of stop strings for each row; None if the request has none."""
 
     @property
     def num_rows(self) -> int:
@@ -62,12 +62,12 @@ class Sampling:
 
     @property
     def limits(self) -> list[int]:
-        """The most new tokens of each row."""
+        """Most new tokens of each row."""
         limits = [self.max_tokens - len(start.generated) for start in self.starts]
         return [limit for limit in limits for _ in range(self.num_samples)]
 
     def draws(self, num_positions: int) -> torch.Tensor:
-        """Uniform draws for the new tokens of each row: (rows, num_positions) float64."""
+        """Return the uniform draws for each row's new tokens: (rows, num_positions) float64."""
         seeds = [start.seed for start in self.starts]
         samples = [start.sample for start in self.starts]
         positions = [len(start.generated) for start in self.starts]
@@ -76,19 +76,19 @@ class Sampling:
 
 
 class EndedRow(NamedTuple):
-    """A row that has ended, while it is still in the decoder's batch."""
+    """A row that has ended and is still in the decoder's batch."""
 
     place: int
-    """The row's place in the batch."""
+    """Index of the row in the batch."""
     row: int
-    """The row's place among the rows asked for."""
+    """Index of the row among all rows."""
     tokens: list[int]
-    """The tokens of the row from the prompt's first on, without the last one drawn, which the
-    decoder has not seen."""
+    """All tokens of the row from the prompt's first on, except the last one drawn, which the
+    decoder has not run."""
 
 
 class Rows:
-    """The tokens drawn so far; rows are in the order of requests, prompts and samples."""
+    """The tokens drawn so far. Rows are in the order of requests, prompts and samples."""
 
     def __init__(self, samplings: Seq[Sampling], vocab_size: int) -> None:
         self._samplings = samplings
@@ -122,17 +122,17 @@ class Rows:
         self._stop_reason_R = np.full(num_rows, "length", dtype=object)
         self._rows_B = torch.arange(num_rows)
         self._is_taken_R = torch.zeros(num_rows, dtype=torch.bool)
-        """Whether `take_ended_rows` has given the row, or must not give it."""
+        """Whether `take_ended_rows` has returned the row, or must never return it."""
         self._live_B = torch.ones(num_rows, dtype=torch.bool)
         self._position = 0
         self._is_open = [True] * len(samplings)
         self._num_reported = [0] * len(samplings)
-        """The number of new tokens of each row of a request that `take_drawn` has given."""
+        """For each request, how many new tokens of its rows `take_new_tokens` has returned."""
         self.last_B = torch.empty(0, dtype=torch.int64)
 
     @property
     def num_rows(self) -> int:
-        """The number of rows that are still in the decoder's batch."""
+        """Number of rows still in the decoder's batch."""
         return self._live_B.numel()
 
     @property
@@ -141,16 +141,16 @@ class Rows:
 
     @property
     def room(self) -> int:
-        """The most new tokens that a row may still get."""
+        """Most tokens that a row may still get."""
         return self._tokens_RI.shape[1] - self._position
 
     def num_live(self) -> list[tuple[int, int]]:
-        """(request, number of its rows that are not done) for each request that has such rows."""
+        """Return (request, number of live rows) for each request that has live rows."""
         pairs = zip(self._samplings, self._live_counts(), strict=True)
         return [(sampling.request, count) for sampling, count in pairs if count]
 
     def cancel(self, request: int) -> None:
-        """End the rows of a request; their tokens are no result."""
+        """End the rows of a request and discard their tokens."""
         i = self._index(request)
         self._is_open[i] = False
         self._is_taken_R |= self._sampling_R == i
@@ -162,8 +162,8 @@ class Rows:
         self._end(stopped_B, "partial")
 
     def take_ended(self) -> list[tuple[Sampling, list[list[Sequence]]]]:
-        """The requests whose rows have all ended since the last time, each with its sequences by
-        [prompt][sample]."""
+        """Return the requests whose rows have all ended since the last call, each with its
+        sequences by [prompt][sample]."""
         counts = self._live_counts()
         ended = []
         for i, sampling in enumerate(self._samplings):
@@ -173,8 +173,8 @@ class Rows:
         return ended
 
     def take_new_tokens(self, request: int) -> list[DrawnTokens]:
-        """The tokens that the rows of a request have got since the last time; empty: it has no rows
-        here."""
+        """Return the tokens that a request's rows have got since the last call; empty if it has no
+        rows here."""
         if all(sampling.request != request for sampling in self._samplings):
             return []
         i = self._index(request)
@@ -200,7 +200,7 @@ class Rows:
         return new_tokens
 
     def take_ended_rows(self) -> list[EndedRow]:
-        """The rows that have ended since the last time, without those of cancelled requests.
+        """Return the rows that have ended since the last call, except those of cancelled requests.
 
         Call it after each token, before `drop_finished`.
         """
@@ -221,7 +221,7 @@ class Rows:
         return [*start.prompt, *start.generated, *sampled]
 
     def drop_finished(self) -> torch.Tensor:
-        """Keep the live rows only. Returns: their indices in the batch."""
+        """Keep only the live rows. Returns: their indices in the batch."""
         kept_indices = self._live_B.nonzero().flatten()
         self._rows_B = self._rows_B[kept_indices]
         self.last_B = self.last_B[kept_indices]
@@ -229,7 +229,7 @@ class Rows:
         return kept_indices
 
     def accept(self, logits_BV: torch.Tensor) -> None:
-        """Draw the next token of every row; a finished row's is ignored."""
+        """Draw the next token of every row. Finished rows ignore it."""
         self.last_B, logprobs_B = self._draw(logits_BV)
         live = self._live_B.numpy()
         rows = self._rows_B.numpy()[live]
@@ -257,7 +257,7 @@ class Rows:
         return next(i for i, sampling in enumerate(self._samplings) if sampling.request == request)
 
     def _live_counts(self) -> list[int]:
-        """The number of rows of each request that are not done."""
+        """Return each request's number of live rows."""
         if len(self._samplings) == 1:
             return [self.num_live_rows]
         live = self._sampling_R[self._rows_B].numpy()[self._live_B.numpy()]
@@ -265,7 +265,7 @@ class Rows:
         return counts
 
     def _sequences(self, i: int) -> list[list[Sequence]]:
-        """The sequences of a request, by [prompt][sample]."""
+        """Return the sequences of a request, by [prompt][sample]."""
         sampling = self._samplings[i]
         first = self._first_row(i)
         rows = iter(range(first, first + sampling.num_rows))
@@ -277,8 +277,7 @@ class Rows:
     def _sequence(
         self, sampling: Sampling, row: int, start: int = 0, stop: int | None = None
     ) -> Sequence:
-        """The tokens of a request's row from `start` up to `stop`; without `stop`, up to its
-        end."""
+        """Return the tokens of a row from `start` up to `stop`, or to its end if `stop` is None."""
         new = slice(start, self._length_R[row] if stop is None else stop)
         sequence = Sequence(
             tokens=self._tokens_RI[row, new].tobytes(),
@@ -295,7 +294,7 @@ class Rows:
         )
 
     def _keep_top(self, rows: npt.NDArray[np.int64], logits_BV: torch.Tensor) -> None:
-        """Keep the likeliest tokens of the live rows at this position."""
+        """Record the likeliest tokens of the live rows at this position."""
         num_top = self._top_tokens_RIK.shape[-1]
         if num_top:
             logits_LV = logits_BV[self._live_B]
@@ -332,7 +331,7 @@ class Rows:
     def _completes_stop_string(
         self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.bool_]:
-        """The mask of the rows whose text has one of their stop strings now."""
+        """Return which rows have completed one of their stop strings with these tokens."""
         ends = np.zeros(rows.size, dtype=np.bool_)
         for i, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
             text = self._texts.get(row)
@@ -341,7 +340,7 @@ class Rows:
 
 
 def _shaping(sampling: Sampling, vocab_size: int) -> Shaping | None:
-    """The `Shaping` of a request; None: only the temperature shapes its distribution."""
+    """Return the `Shaping` of a request; None if only the temperature shapes its distribution."""
     if is_plain(sampling.params):
         return None
     starts = [start for start in sampling.starts for _ in range(sampling.num_samples)]
@@ -352,9 +351,9 @@ def _shaping(sampling: Sampling, vocab_size: int) -> Shaping | None:
 def draw(
     logits_BV: torch.Tensor, draws_B: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens (B,) at these uniforms and their log-probabilities at temperature 1.
+    """Draw tokens (B,) at these uniforms. Temperature 0 takes the likeliest token.
 
-    Temperature 0 takes the likeliest.
+    Returns: the tokens, and their log-probabilities at temperature 1.
     """
     logprobs_BV = torch.log_softmax(logits_BV.float(), dim=-1)
     if temperature == 0:

@@ -1,10 +1,10 @@
-"""The vLLM backend: one rank is one vLLM worker with its scheduler, in the rank's own process.
+"""The vLLM backend: each rank runs one vLLM worker and its scheduler in its own process.
 
-Importing this package sets vLLM up for that, before vLLM is imported: no process of its own, no
-network, no statistics, the model runner whose logits processors `draws` is written for. The rest is
-official seams: `loader` (a model loader), `draws` (a logits processor), `engine` (the only module
-that knows vLLM's engine). vLLM is imported by these modules only, and runs in an interpreter of its
-own (`worker.interpreters`).
+Importing this package configures vLLM before vLLM itself is imported: no subprocesses, no network,
+no usage statistics, and the model runner that `draws` is written for. Everything else uses vLLM's
+official extension points: `loader` (a model loader), `draws` (a logits processor) and `engine` (the
+only module that knows vLLM's engine). Only these modules import vLLM, in a Python interpreter of
+its own (`worker.interpreters`).
 """
 
 from typing import Final

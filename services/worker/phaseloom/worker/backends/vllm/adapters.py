@@ -1,8 +1,9 @@
-"""The place of an adapter in vLLM's layers, each of which may be several layers of the model.
+"""Adapters (LoRA) on vLLM's layers, each of which may fuse several layers of the model.
 
-vLLM's own adapters lie in memory that it fills from files, in forms of its own. Here A and B are
-slices of the tensors that files name, in the heap: for a layer whose outputs are spread over ranks
-the rows of B, for one whose inputs are spread the columns of A. The ranks' sums include them.
+vLLM's own adapters live in memory that it fills from files, in its own formats. Here A and B are
+slices, in the heap, of the tensors that files name. If a layer's outputs are split over ranks, each
+rank has its rows of B; if its inputs are split, its columns of A. vLLM's own reductions then
+include the adapter's output.
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ from phaseloom.worker.backends.vllm.loader import Placement, Shapes
 
 @dataclass(frozen=True)
 class Part:
-    """The part of one of the model's layers that this rank has."""
+    """This rank's part of one of the model's layers."""
 
     weight: str
-    """The name of the parameter of vLLM's model that has its weight."""
+    """Name of the parameter of vLLM's model that contains its weight."""
     rows: slice
-    """The slice's outputs among those of vLLM's layer."""
+    """Its outputs among those of vLLM's layer."""
     a: str
     b: str
-    """The name of its matrix B in files."""
+    """Name of its matrix B in files."""
 
 
 @dataclass(frozen=True)
 class Added:
-    """The part of an adapter that one of vLLM's layers adds to some of its outputs."""
+    """An adapter's contribution to some of the outputs of one of vLLM's layers."""
 
     rows: slice
     matrices: Matrices
 
 
 def plan_adapter(spec: ModelSpec, base: Placement, shapes: Shapes) -> tuple[Layout, Sequence[Part]]:
-    """The heap of a rank for an adapter on its part of the base, and the layers that the adapter is
-    on.
+    """Plan a rank's heap for an adapter on its part of the base.
 
-    Args: shapes: the shapes of the adapter's whole tensors.
+    Args: shapes: shapes of the adapter's whole tensors.
+    Returns: the layout, and the layers with an adapter.
     """
     slots = {slot.name: slot for slot in base.slots}
     shards: dict[str, Shard] = {}
@@ -56,7 +57,7 @@ def plan_adapter(spec: ModelSpec, base: Placement, shapes: Shapes) -> tuple[Layo
     for layer, weight in adapted_weights(spec).items():
         slot = slots.get(weight)
         if slot is None:
-            continue  # another stage's
+            continue  # it belongs to another stage
         owner = max(
             (name for name, offset in base.offsets.items() if offset <= slot.offset),
             key=lambda name: base.offsets[name],
@@ -79,17 +80,17 @@ def _shard(shape: list[int], whole_shape: Sequence[int], start: list[int]) -> Sh
 
 
 ByWeight = Mapping[str, Sequence[Added]]
-"""What each of vLLM's layers adds, by the name of its weight."""
+"""The adapter parts that each of vLLM's layers adds, by the name of its weight."""
 
 
 def parts_by_weight(
     parts: Sequence[Part], views: Mapping[str, torch.Tensor], scale: float
 ) -> ByWeight:
-    """What each of vLLM's layers adds.
+    """Return the adapter parts that each of vLLM's layers adds.
 
-    Args: views: of the rank's slices of A and B, by the names of files; a layer whose matrices are
-              not among them adds nothing.
-          scale: of the adapter.
+    Args: views: the rank's slices of A and B, by their names in files. A layer whose matrices are
+             missing adds nothing.
+          scale: scale of the adapter.
     """
     added: dict[str, list[Added]] = {}
     for part in parts:
@@ -102,11 +103,12 @@ def parts_by_weight(
 def put_slices(
     tensors: Mapping[str, torch.Tensor], slots: Sequence[TensorSlot], place: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Copy a rank's slices of another adapter's matrices to memory of the device.
+    """Copy a rank's slices of another adapter's matrices to device memory.
 
-    Args:    whole: the adapter's matrices, of the deployment's rank at most. slots: the rank's
-             slices of its own adapter, as they lie in the heap. place: uint8, of the heap's size.
-    Returns: the slices there, by name.
+    Args: tensors: the adapter's matrices, of at most the deployment's rank.
+          slots: the rank's slices of its own adapter, as in the heap.
+          place: uint8, of the heap's size.
+    Returns: the copied slices, by name.
     """
     views = {}
     for slot in slots:
@@ -114,7 +116,7 @@ def put_slices(
             continue
         tensor = tensors[slot.name]
         start = slot.start or [0, 0]
-        # The side of the adapter's rank is whole on every rank of the deployment.
+        # The dimension of the adapter's rank is whole on every rank of the deployment.
         is_a = layer_and_part(slot.name)[1] == "lora_A"
         inside = (
             tensor[:, start[1] : start[1] + slot.shape[1]]
@@ -128,12 +130,11 @@ def put_slices(
 
 
 class AddedParts:
-    """What the layers of a model of vLLM's add to what they compute; it can be exchanged."""
+    """Makes the layers of a vLLM model add an adapter's output. The adapter can be exchanged."""
 
     def __init__(self, model: nn.Module, parts: ByWeight) -> None:
-        """Have the layers that compute with these weights add this. A tied head is another layer
-        than the embedding in some models, the same in others; an embedding's lookup stays as it
-        is."""
+        """Patch the layers that compute with these weights. In some models a tied head is a layer
+        of its own, in others it is the embedding. An embedding's lookup stays unchanged."""
         self.parts = parts
         parameters = dict(model.named_parameters())
         names = {id(parameters[name]): name for name in parts}
@@ -147,7 +148,8 @@ class AddedParts:
 
     @contextmanager
     def exchanged(self, parts: ByWeight) -> Iterator[None]:
-        """Within this, the layers add these. Args: parts: of no other weights."""
+        """Within the block, the layers add these instead. Args: parts: for the same weights
+        only."""
         previous, self.parts = self.parts, parts
         try:
             yield

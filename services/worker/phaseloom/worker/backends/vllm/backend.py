@@ -1,8 +1,8 @@
-"""`Backend` for generation over vLLM's engine.
+"""The `Backend` for generation with vLLM's engine.
 
-A token is drawn as in our own sampler: the same draws, keyed by (prompt seed, sample, position),
-invert the same CDF; only the last bits of the model's logits differ. Each replica generates for its
-own prompts; its ranks (`replica`) all draw the same tokens.
+Tokens are drawn as in our own sampler: the same draws by (prompt seed, sample, position) invert the
+same CDF. Only the last bits of the model's logits differ. Each replica generates for its own
+prompts. The ranks of a replica (see `replica`) all draw the same tokens.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ from phaseloom.worker.backends.vllm.replica import Agreed, join
 from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor, scratch_tensor
 
 _SEQUENCES = 8
-"""The number of sequences of full length that the KV cache has room for by default."""
+"""Number of full-length sequences that the KV cache holds by default."""
 _SPARE_POSITIONS = 2
-"""The positions beyond the model's that scoring needs: a sequence of full length is followed by its
-last target, and vLLM then draws one more token, which nobody reads."""
+"""Extra positions for scoring: a full-length sequence is followed by its last target, and vLLM then
+draws one more token, which is ignored."""
 
 
 class VllmBackend(InferenceBackend, Member):
-    """A `Backend` that generates and scores with vLLM; see the module."""
+    """The `Backend` that generates and scores with vLLM."""
 
     def __init__(self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE) -> None:
         check_spec(spec, ranks)
@@ -116,7 +116,7 @@ class VllmBackend(InferenceBackend, Member):
         )
         self._parts = planned.parts
         self._place = scratch[len(scratch) - _place_bytes(spec, planned) :]
-        """Where another adapter's slices lie while a call reads with it."""
+        """Holds another adapter's slices while a call reads with it."""
         if spec.model.adapter is not None:
             scale = spec.model.adapter.alpha / spec.model.adapter.rank
             self._engine.add_adapter(parts_by_weight(planned.parts, views, scale))
@@ -190,7 +190,7 @@ class VllmBackend(InferenceBackend, Member):
         self._engine.forget_prompts()
 
     def weights_exchanged(self, name: str) -> None:
-        """Keep keys and values by the name of their weights."""
+        """Share cached keys and values only between requests with the same weights."""
         self._engine.salt = name
 
     def adapter_slots(self, adapter: Adapter) -> list[TensorSlot]:
@@ -198,12 +198,12 @@ class VllmBackend(InferenceBackend, Member):
         return plan_layout(shapes, trainable=False, dtype=self._dtype).slots
 
     def check_adapter(self, version: AdapterVersion) -> None:
-        """Check that requests may be run with a version. Raises: CallerError: why not."""
+        """Check that requests can use an adapter version. Raises: CallerError: they cannot."""
         check_version(version, self.version_slots)
 
     @contextmanager
     def switched(self, version: AdapterVersion) -> Iterator[None]:
-        """Within this, calls read with a version, of which this rank takes its slices."""
+        """Within the block, calls compute with a version, of which this rank copies its slices."""
         views = put_slices(tensors_of(version), self.slots, self._place)
         scale = version.adapter.alpha / version.adapter.rank
         with self._engine.exchanged_adapter(parts_by_weight(self._parts, views, scale)):
@@ -217,16 +217,17 @@ class VllmBackend(InferenceBackend, Member):
         """Do nothing: there is no process and no thread."""
 
     def _prepare_call(self) -> None:
-        """Begin a call.
+        """Prepare a call.
 
-        Nothing of earlier calls is reused where operations neither share batches nor have a prefix
-        cache: the last bits of a result would depend on earlier work.
+        If operations neither share batches nor use a prefix cache, drop what earlier calls left:
+        the last bits of a result must not depend on earlier work.
         """
         if not self._keeps_prompts:
             self._engine.forget_prompts()
 
     def _score(self, batch: Seq[Datum]) -> list[Float32s]:
-        """The log-probabilities of each datum's targets, which are its tokens shifted by one."""
+        """Return the log-probabilities of each sample's targets, which are its tokens shifted by
+        one."""
         for i, datum in enumerate(batch):
             tokens = [*int32s(datum.tokens), int32s(datum.targets)[-1]]
             self._engine.add(Request(f"{i}", tokens, max_tokens=1, scores_prompt=True))
@@ -240,14 +241,14 @@ class VllmBackend(InferenceBackend, Member):
 
 @dataclass(frozen=True)
 class _Planned:
-    """The memory of a rank."""
+    """The memory plan of a rank."""
 
     shapes: Mapping[str, Seq[int]]
-    """The shapes of the whole weights of vLLM's model."""
+    """Shapes of the whole weights of vLLM's model."""
     weights: Placement
-    """The places of these weights: in the heap, or in the base of an adapter."""
+    """Placement of these weights, in the heap or in an adapter's base."""
     adapter: AdapterLayout | None
-    """The layout of the adapter in the heap; None: there is no adapter."""
+    """Layout of the adapter in the heap; None without an adapter."""
     parts: Seq[Part] = ()
 
     @property
@@ -260,7 +261,7 @@ class _Planned:
 
 
 def _plan(spec: DeploymentSpec, settings: Settings) -> _Planned:
-    """torch's process group is that of the replica's ranks. Raises: CallerError."""
+    """Plan a rank's memory. torch's process group must be the replica's. Raises: CallerError."""
     shapes = parameter_shapes(replace(spec.model, adapter=None))
     weights = plan(settings, shapes)
     if spec.model.adapter is None:
@@ -270,8 +271,8 @@ def _plan(spec: DeploymentSpec, settings: Settings) -> _Planned:
 
 
 def _place_bytes(spec: DeploymentSpec, planned: _Planned) -> int:
-    """Scratch memory for another adapter's slices: calls read with one at a time, whatever the
-    number of those that it is to read with."""
+    """Return the scratch bytes for another adapter's slices. One set is enough: a call reads with
+    one adapter at a time."""
     return planned.heap_bytes if spec.max_adapters else 0
 
 
@@ -281,37 +282,37 @@ class _Row:
 
     request: int
     prompt: int
-    """The place of its prompt in the request."""
+    """Index of its prompt in the request."""
     sample: int
     text: StopText | None
-    """The finder of its stop strings; None: it has none."""
+    """The matcher of its stop strings; None if it has none."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_tokens: list[int] = field(default_factory=list)
     top_logprobs: list[float] = field(default_factory=list)
     stop_reason: str = ""
     num_prompt: int = 0
-    """The number of tokens that it begins with."""
+    """Number of tokens that it starts with."""
     num_reported: int = 0
-    """The number of its tokens that were reported while it is decoded."""
+    """Number of its tokens that were reported during decoding."""
 
 
 @dataclass
 class _Request:
     args: Generate
     rows: list[_Row]
-    """The rows in the order of prompts and samples."""
+    """The rows, in the order of prompts and samples."""
     num_total: int
-    """The most new tokens of its samples."""
+    """Most new tokens of all its samples."""
     num_prompt_top: int
-    """The number of likeliest tokens that are answered for each token of its prompts."""
+    """Number of likeliest tokens to return for each prompt token."""
     num_done: int = 0
     scored: dict[int, Scored] = field(default_factory=dict)
-    """The log-probabilities of each prompt without its first token, by the prompt's place."""
+    """Log-probabilities of each prompt, without its first token, by the index of the prompt."""
 
     @property
     def is_scored(self) -> bool:
-        """Whether all that was asked about the prompts is there."""
+        """Whether all requested log-probabilities of the prompts are there."""
         return len(self.scored) == len(self.args.prompts) * self.args.prompt_logprobs
 
     def result(self) -> GenerateResult:
@@ -327,7 +328,7 @@ class _Request:
         )
 
     def take_new_tokens(self) -> list[DrawnTokens]:
-        """The tokens that its rows have got since the last time."""
+        """Return the tokens that its rows have got since the last report."""
         new_tokens = []
         for row in self.rows:
             start, row.num_reported = row.num_reported, len(row.tokens)
@@ -359,13 +360,13 @@ def _sequence(row: _Row) -> Sequence:
 
 
 def _generated(prompt: Prompt) -> Seq[int]:
-    """The tokens of a prompt that come from an earlier answer."""
+    """Return the tokens of a prompt that belong to an earlier answer."""
     tokens = int32s(prompt.tokens)
     return tokens[len(tokens) - prompt.num_generated :]
 
 
 class _Call:
-    """The requests of one call: each ends when its own rows have."""
+    """The requests of one call. Each ends when its own rows have ended."""
 
     def __init__(
         self,
@@ -380,7 +381,7 @@ class _Call:
         self._stop_text = stop_text
         self._requests: list[_Request] = []
         self._live: dict[int, set[str]] = {}
-        """The names of the rows that are not done, for each request that has some."""
+        """Names of the live rows, for each request that has some."""
         self._rows: dict[str, _Row] = {}
 
     @property
@@ -388,7 +389,7 @@ class _Call:
         return bool(self._live)
 
     def add(self, args: Generate, stops: list[int]) -> None:
-        """Begin with a request beside those that are being decoded."""
+        """Start a request, next to those that are being decoded."""
         i = len(self._requests)
         rows = [
             _Row(i, k, sample, self._stop_text(args.sampling, _generated(prompt)))
@@ -397,11 +398,11 @@ class _Call:
         ]
         total = sum(self._start_row(row, args, stops) for row in rows)
         self._requests.append(_Request(args, rows, total, self._num_prompt_top(args)))
-        if not rows:  # a share of an operation may be empty
+        if not rows:  # a rank's share of an operation may be empty
             self._watch.ended(i, GenerateResult([], []))
 
     def _start_row(self, row: _Row, args: Generate, stops: list[int]) -> int:
-        """Have vLLM decode a row. Returns: the most new tokens that it may get."""
+        """Start decoding a row. Returns: the most new tokens that it can get."""
         prompt, sampling = args.prompts[row.prompt], args.sampling
         tokens, start = [*int32s(prompt.tokens)], prompt.num_generated
         draw = None
@@ -431,8 +432,8 @@ class _Call:
         return min(args.prompt_top_logprobs, self._vocab_size)
 
     def step(self) -> None:
-        """Add a token to each row that is in the batch, and end the requests that are done or not
-        wanted any more."""
+        """Add a token to each row in vLLM's batch, and end requests that are done, stopped or
+        cancelled."""
         for i in list(self._live):
             if self._watch.is_cancelled(i):
                 self._drop(i)
@@ -462,7 +463,8 @@ class _Call:
                 self._end(i)
 
     def _tokens_run(self, step: Step) -> int:
-        """The tokens that a row's step ran: its prompt counts in the step that ends it."""
+        """Return the tokens that a row's step ran. A prompt counts in the step that completes
+        it."""
         row = self._rows[step.name]
         return len(step.tokens) if row.tokens else row.num_prompt
 
@@ -491,21 +493,22 @@ class _Call:
             self._engine.abort([step.name])
 
     def _end(self, i: int) -> None:
-        """Report a request's result, after the tokens that were not reported yet."""
+        """Report a request's result, after its tokens that were not reported yet."""
         request = self._requests[i]
         if request.args.stream:
             self._watch.drawn(i, request.take_new_tokens())
         self._watch.ended(i, request.result())
 
     def _drop(self, i: int) -> None:
-        """Have vLLM stop decoding a request's rows."""
+        """Make vLLM stop decoding a request's rows."""
         self._engine.abort(list(self._live.pop(i)))
 
 
 def settings_of(spec: DeploymentSpec) -> Settings:
-    """The settings of the engine of one rank. Raises: CallerError: the model's config is not
-    supported."""
-    """Raises: CallerError: vLLM is not given models with experts yet."""
+    """Return the settings of one rank's engine.
+
+    Raises: CallerError: the config is not supported, or the model has experts.
+    """
     if any(map(is_fused, parameter_shapes(replace(spec.model, adapter=None)))):
         raise CallerError(
             "the vllm backend cannot do models with experts",
@@ -515,7 +518,7 @@ def settings_of(spec: DeploymentSpec) -> Settings:
     config = model_config(spec.model)
     tp, pp = spec.layout.tp, spec.layout.pp
     _check_divides("tp", tp, config.num_attention_heads, "attention heads")
-    # Stages of one size have room for equally many tokens, so that all schedule alike.
+    # Equal stages have room for equally many tokens, so that all ranks schedule the same.
     _check_divides("pp", pp, config.num_hidden_layers, "layers")
     num_positions = int(config.max_position_embeddings) + _SPARE_POSITIONS
     dtype = weights_dtype(spec.model)
@@ -535,7 +538,7 @@ def _check_divides(axis: str, size: int, number: int, label: str) -> None:
 
 
 def _kv_bytes(config: Any, dtype: str, layout: Layout) -> int:
-    """The bytes of the KV cache for one token, over all layers and heads of a rank."""
+    """Return the KV cache bytes of one token, over the layers and heads of a rank."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     heads = max(1, heads // layout.tp)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,8 +1,8 @@
-"""The tokens that vLLM samples are drawn as in our own sampler: by (seed, sample, position) only.
+"""Makes vLLM sample with our sampler's draws by (seed, sample, position).
 
-A logits processor chooses each row's token itself, as our sampler does, and leaves vLLM no other:
-vLLM decodes greedily, and its log-probabilities are taken before, so they are the model's own. For
-vLLM's model runner V1.
+A logits processor chooses each row's token, as our sampler does, and makes it the only choice. vLLM
+then decodes greedily. It computes log-probabilities before the processor runs, so they are the
+model's own. Written for vLLM's model runner V1.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from phaseloom.worker.backends.rng import uniform, wrapped
 from phaseloom.worker.backends.shaping import Shaping, inverted, is_plain
 
 KEY: Final = "phaseloom"
-"""The name of a request's `Draw` in its `extra_args`."""
+"""The key of a request's `Draw` in its `extra_args`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The draws of one request's tokens."""
+    """How the tokens of one request are drawn."""
 
     seed: int
     sample: int
@@ -32,28 +32,27 @@ class Draw:
     prompt: list[int]
     """The prompt's tokens, without those generated earlier."""
     generated: list[int]
-    """The tokens of an earlier answer, which the request continues."""
+    """Tokens of an earlier answer, which the request continues."""
 
 
 class _Row:
     """One request in vLLM's batch."""
 
     def __init__(self, draw: Draw, output: list[int], vocab_size: int) -> None:
-        """Args: output: the request's tokens so far: vLLM's own list, which grows."""
+        """Args: output: the request's new tokens so far. It is vLLM's own list, which grows."""
         self.draw = draw
         self.output = output
         params = draw.params
         self.shaping: Shaping | None = None
-        """The shaping of the distribution; None: only the temperature shapes it."""
+        """None if only the temperature shapes the distribution."""
         self._num_seen = 0
         if not is_plain(params):
             self.shaping = Shaping(params, [draw.prompt], [draw.generated], vocab_size)
 
     def catch_up(self) -> None:
-        """Note the tokens that came since the last time.
+        """Record the tokens that were added since the last call.
 
-        vLLM throws away tokens that it samples after a part of a prompt, so its list says what
-        counts.
+        vLLM discards tokens that it samples after part of a prompt, so only its own list is right.
         """
         assert self.shaping is not None
         new = self.output[self._num_seen :]
@@ -62,7 +61,7 @@ class _Row:
 
 
 class Draws(LogitsProcessor):  # type: ignore[misc]
-    """Draws the next token of every row that asks for it; rows that do not are decoded greedily."""
+    """Draws the next token of every row with a `Draw`. Other rows are decoded greedily."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, _Row] = {}

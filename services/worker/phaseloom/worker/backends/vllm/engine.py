@@ -1,7 +1,7 @@
-"""vLLM's engine in this process: the only module that knows its class, its executor and its worker.
+"""vLLM's engine in this process. Only this module knows its class, its executor and its worker.
 
-`LLMEngine` is called legacy by vLLM: it is kept behind `Engine`, and `EngineCore` would be next.
-Scheduler and worker run in the thread that calls `step`. Nothing here runs between two calls.
+vLLM calls `LLMEngine` legacy, so it is hidden behind `Engine`; `EngineCore` would replace it.
+Scheduler and worker run in the thread that calls `step`. Nothing runs between two calls.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from phaseloom.worker.backends.vllm.loader import (
 )
 
 MAX_ROWS = 256
-"""The most sequences that are decoded at once; others wait for a place in the batch."""
+"""Most sequences decoded at once. Others wait for a row of the batch."""
 _CACHE_ERRORS = ("KV cache", "cache blocks")
-"""In what vLLM says of a cache with no room for one sequence, and of one with none for a block."""
+"""Parts of vLLM's messages about a cache too small for one sequence, or for one block."""
 _BLOCK_TOKENS = 32
-"""The tokens of a block of the KV cache: prompts share whole blocks only."""
+"""Tokens of a block of the KV cache. Prompts share whole blocks only."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,17 @@ class Settings:
     """The settings of one rank's engine."""
 
     config: dict[str, Any]
-    """The model's config in the form of transformers."""
+    """The model's config, as `transformers` writes it."""
     dtype: str
-    """The dtype of the weights, and of all computation."""
+    """The dtype of the weights and of all computation."""
     kv_bytes: int
-    """The size of the KV cache in bytes."""
+    """Size of the KV cache."""
     num_positions: int
-    """The most positions of a sequence."""
+    """Most positions of a sequence."""
     tp: int = 1
-    """The number of ranks that each layer is spread over."""
+    """Number of ranks that each layer is split over."""
     pp: int = 1
-    """The number of ranks that the layers are spread over."""
+    """Number of ranks that the layers are distributed over."""
 
 
 @dataclass(frozen=True)
@@ -80,20 +80,20 @@ class Request:
     max_tokens: int
     stop_token_ids: Sequence[int] = ()
     draw: Draw | None = None
-    """The draws of its tokens; None: greedy."""
+    """None for greedy decoding."""
     num_top: int = 0
-    """The number of likeliest tokens whose log-probabilities are wanted, beside the drawn one's."""
+    """Number of likeliest tokens to return with log-probabilities, besides the drawn one."""
     scores_prompt: bool = False
-    """Whether the log-probabilities of the prompt are wanted."""
+    """Whether to return the log-probabilities of the prompt."""
     num_prompt_top: int = 0
-    """The number of likeliest tokens wanted at each position of the prompt, beside the prompt's
+    """Number of likeliest tokens to return at each position of the prompt, besides the prompt's
     own."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The log-probabilities of tokens that follow one another and, where asked for, of the
-    likeliest tokens at their places."""
+    """Log-probabilities of consecutive tokens and, if requested, of the likeliest tokens at the
+    same positions."""
 
     logprobs: Sequence[float]
     top_tokens: Sequence[int]
@@ -107,17 +107,16 @@ class Step:
     name: str
     tokens: Sequence[int]
     scored: Scored
-    """The log-probabilities of the new tokens."""
+    """Log-probabilities of the new tokens."""
     stop_reason: str
-    """`stop` or `length`; empty: the sequence goes on."""
+    """`stop` or `length`; empty if the sequence continues."""
     prompt: Scored | None = None
-    """The log-probabilities of the prompt's tokens without the first; in the first step, where
-    asked for."""
+    """Log-probabilities of the prompt's tokens after the first. Set in the first step, if
+    requested."""
 
 
 class _RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
-    """An executor of one worker, in this process, whose peers are ranks that others have
-    started."""
+    """An executor of one worker in this process. The other ranks are started elsewhere."""
 
     supports_pp = True
 
@@ -126,16 +125,17 @@ class _RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
 
 
 def _address() -> str:
-    """Where this rank would meet the others if torch's process group were not there already.
+    """Return the address where this rank would meet the others without an existing process group.
 
-    On CPUs vLLM names memory that its ranks share after it, which a killed rank would leave behind,
-    and in which the others would wait for it for ever. Where the ranks' names differ, it uses gloo.
+    On CPUs, vLLM names shared memory after the address. A killed rank would leave that memory
+    behind, and the others would wait in it forever. With a different name on each rank, vLLM falls
+    back to gloo.
     """
     return f"file:///nowhere-{dist.get_rank()}"
 
 
 class Engine:
-    """vLLM's scheduler and worker over weights in `memory`."""
+    """vLLM's scheduler and worker, over weights in `memory`."""
 
     def __init__(
         self,
@@ -146,10 +146,10 @@ class Engine:
         *,
         is_filled: bool = False,
     ) -> None:
-        """Build the model on the memory, whose content is then zero, and the KV cache on the
-        scratch memory. torch's process group is that of the replica's ranks.
+        """Build the model on the memory, which must be zero, and the KV cache on the scratch
+        memory. torch's process group must be the replica's.
 
-        Args:   is_filled: whether the memory has the weights already, and is not written to.
+        Args: is_filled: the memory holds the weights already and must not be written to.
         Raises: CallerError: RESOURCE_EXHAUSTED: the KV cache is too small for one sequence.
         """
 
@@ -177,14 +177,14 @@ class Engine:
             _use_stages(self._runner)
         self._internal: dict[str, str] = {}
         self.salt = ""
-        """Names the weights that the requests which come now are decoded with: they share keys and
-        values with requests of the same name only."""
+        """Identifies the weights that new requests use. Requests share cached keys and values only
+        with the same salt."""
         self._added: AddedParts | None = None
 
     def _check_weights(self, memory: torch.Tensor) -> None:
         """Check that all weights lie in the memory.
 
-        Raises: CallerError: vLLM has put some elsewhere, as on CPUs those of experts.
+        Raises: CallerError: vLLM moved some elsewhere, as it does with experts on CPUs.
         """
         start = memory.data_ptr()
         for name, parameter in self._runner.model.named_parameters():
@@ -196,16 +196,16 @@ class Engine:
         return self._engine.model_executor.driver_worker.worker.model_runner
 
     def add_adapter(self, parts: ByWeight) -> None:
-        """Have layers add an adapter's part to what they compute."""
+        """Make layers add an adapter's output to their own."""
         self._added = AddedParts(self._runner.model, parts)
 
     def exchanged_adapter(self, parts: ByWeight) -> AbstractContextManager[None]:
-        """Within it, layers add another adapter's part."""
+        """Return a context in which layers add another adapter instead."""
         assert self._added is not None, "`add_adapter` comes first"
         return self._added.exchanged(parts)
 
     def _use_scratch(self, scratch: torch.Tensor) -> None:
-        """Make every layer's KV cache a view of this memory, and drop vLLM's own allocation."""
+        """Make every layer's KV cache a view of this memory, and free vLLM's own allocation."""
         context = self._engine.vllm_config.compilation_config.static_forward_context
         caches = [*self._runner.kv_caches, *(layer.kv_cache for layer in context.values())]
         for cache in {id(cache): cache for cache in caches}.values():
@@ -229,7 +229,7 @@ class Engine:
         prompt = TokensPrompt(prompt_token_ids=list(request.tokens))
         if self.salt:
             prompt["cache_salt"] = self.salt
-        # The engine answers under our name, and aborts under the name that it makes of it.
+        # Results carry our name, but aborting needs the name that the engine derives from it.
         self._internal[request.name] = self._engine.add_request(request.name, prompt, params)
 
     @property
@@ -238,7 +238,7 @@ class Engine:
         return not self._internal
 
     def step(self) -> Iterator[Step]:
-        """Add a token to each sequence that is in the batch."""
+        """Add a token to each sequence in the batch."""
         for output in self._engine.step():
             completion = output.outputs[0]
             if output.finished:
@@ -248,23 +248,23 @@ class Engine:
                 completion.token_ids,
                 _scored(completion.logprobs),
                 completion.finish_reason or "",
-                # Nothing precedes the first token.
+                # The prompt's first token follows nothing, so it has no log-probability.
                 _scored(output.prompt_logprobs, 1) if output.prompt_logprobs else None,
             )
 
     def abort(self, names: Sequence[str]) -> None:
-        """End sequences; those that have ended are ignored."""
+        """End sequences. Names of ended ones are ignored."""
         inner = [self._internal.pop(name) for name in names if name in self._internal]
         self._engine.abort_request(inner, internal=True)
 
     def forget_prompts(self) -> None:
-        """Drop the KV cache of earlier prompts. Call it between sequences only."""
+        """Drop the KV cache of earlier prompts. Call it only while no sequence is being decoded."""
         assert self._engine.reset_prefix_cache(), "a sequence is being decoded"
 
 
 def _scored(flat: Any, first: int = 0) -> Scored:
-    """The log-probabilities in vLLM's flat lists from this place on: at each place the token that
-    is there comes first, then the likeliest ones."""
+    """Extract log-probabilities from vLLM's flat lists, from position `first` on. At each position,
+    the chosen token comes first, then the likeliest ones."""
     spans = [*zip(flat.start_indices, flat.end_indices, strict=True)][first:]
     top = [i for start, end in spans for i in range(start + 1, end)]
     return Scored(
@@ -275,12 +275,12 @@ def _scored(flat: Any, first: int = 0) -> Scored:
 
 
 def plan(settings: Settings, shapes: Shapes) -> Placement:
-    """The places of a rank's parameters, from a model without memory. torch's process group is that
-    of the replica's ranks."""
+    """Plan the offsets of a rank's parameters, using a model without memory. torch's process group
+    must be the replica's."""
     if settings.config["model_type"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise unsupported(f"{settings.config['model_type']} is no causal language model")
-    # vLLM keeps rotary embeddings by their parameters: those of this model, which have no memory,
-    # must not be taken for the engine's.
+    # vLLM caches rotary embeddings by their parameters. Those of this model have no memory, so
+    # other parameters keep the engine from reusing them.
     uncached = replace(settings, num_positions=settings.num_positions + 1)
     with engine_args(uncached) as args:
         try:
@@ -288,7 +288,7 @@ def plan(settings: Settings, shapes: Shapes) -> Placement:
         except ValueError as error:
             raise unsupported(str(error)) from error
     dtype = config.model_config.dtype
-    # The worker sets it from the address when it starts, which comes later.
+    # The worker sets this from its address, but only when it starts.
     set_for_children("VLLM_DIST_IDENT", Path(_address()).name)
     with set_current_vllm_config(config):
         init_worker_distributed_environment(
@@ -300,10 +300,10 @@ def plan(settings: Settings, shapes: Shapes) -> Placement:
 
 
 def _use_stages(runner: Any) -> None:
-    """Give all ranks of a pipeline the logits, because each draws the tokens itself.
+    """Give the logits to all ranks of a pipeline, because each rank draws the tokens itself.
 
-    vLLM does so where its executor has a certain name, but not for prompts. It allocates the memory
-    that a stage receives into during a warm-up, which does not happen on CPUs.
+    vLLM does so if its executor has a certain name, but not for prompts. It also allocates the
+    memory that a stage receives into during a warm-up, which is skipped on CPUs.
     """
     runner.broadcast_pp_output = True
     stages = get_pp_group()
@@ -331,7 +331,7 @@ def _use_stages(runner: Any) -> None:
 
 @contextmanager
 def engine_args(settings: Settings) -> Iterator[EngineArgs]:
-    """The arguments of an engine; the directory that they name exists within the block."""
+    """Yield the arguments of an engine. The directory that they name exists within the block."""
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[settings.config["model_type"]]
     with tempfile.TemporaryDirectory(prefix="vllm-") as directory:
         Path(directory, "config.json").write_text(

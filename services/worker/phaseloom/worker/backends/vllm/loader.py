@@ -1,10 +1,10 @@
-"""A model loader for vLLM that finds out where each parameter lands, and keeps it in our heap.
+"""A vLLM model loader that finds out where each parameter comes from, and puts it into our heap.
 
 vLLM fuses, shards and pads parameters as it loads them, by rules of each architecture. This loader
-has no such rules: it runs the model's own `load_weights` over tensors that hold nothing and note
-which view of which of them is copied where (`trace`). What comes out is the slice of each
-checkpoint tensor that this rank has, and its place in the heap. Then every parameter of the model
-becomes a view of the heap, at an address that never moves.
+needs no such rules. It runs the model's own `load_weights` over empty tensors that record which of
+their views is copied where (`trace`). This yields the slice of each checkpoint tensor that this
+rank holds, and its offset in the heap. Then every parameter of the model becomes a view of the
+heap, at a fixed address.
 """
 
 from __future__ import annotations
@@ -34,20 +34,19 @@ Shapes = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class Placement:
-    """The places of a model's parameters in a rank's heap."""
+    """The slots and offsets of a model's parameters in a rank's heap."""
 
     slots: list[TensorSlot]
-    """The tensors of the checkpoint, sorted by name; a slice where the rank does not have all of
-    one."""
+    """The checkpoint's tensors, sorted by name, or the rank's slices of them."""
     offsets: Mapping[str, int]
-    """The offset of each parameter of vLLM's model. The parts of one may be several slots, and
+    """Offset of each parameter of vLLM's model. A parameter may contain several slots, and
     padding."""
     num_bytes: int
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """One copy that `load_weights` made, from a view of a checkpoint tensor to a parameter's
+    """A copy that `load_weights` made from a view of a checkpoint tensor into a parameter's
     storage."""
 
     name: str
@@ -56,11 +55,10 @@ class _Copy:
 
 
 class _Traced(torch.Tensor):
-    """A checkpoint tensor without content: its views are followed, and copies out of it are
-    noted."""
+    """A checkpoint tensor without content. It tracks its views and records copies out of them."""
 
     of: str
-    """The name of the checkpoint tensor that this is a view of."""
+    """Name of the checkpoint tensor that this is a view of."""
     meta: torch.Tensor
     """The same view of a tensor on the `meta` device."""
     copies: list[_Copy]
@@ -93,7 +91,7 @@ class _Traced(torch.Tensor):
                 return target
         first = next(value for value in (*args, *kwargs.values()) if isinstance(value, cls))
         if func in {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}:
-            return first  # another dtype or device: the copy that follows would cast
+            return first  # Converts dtype or device. The copy that follows does so anyway.
 
         def plain(value: Any) -> Any:
             return value.meta if isinstance(value, cls) else value
@@ -110,11 +108,11 @@ class _Traced(torch.Tensor):
 
 
 def place(model: nn.Module, shapes: Shapes, dtype: torch.dtype) -> Placement:
-    """The places of the parameters of one of vLLM's models in a heap, and the slices that they are.
+    """Plan the offsets of a vLLM model's parameters in a heap, and the slices that they hold.
 
-    Works on a model on the `meta` device too. No parameter's content is touched, except padding.
+    The model may be on the `meta` device. No content is touched except padding.
 
-    Args:   shapes: the shapes of the whole checkpoint tensors.
+    Args: shapes: shapes of the whole checkpoint tensors.
     Raises: CallerError: FAILED_PRECONDITION: the model does more with its weights than copy them.
     """
     parameters = dict(sorted(model.named_parameters()))
@@ -126,7 +124,7 @@ def place(model: nn.Module, shapes: Shapes, dtype: torch.dtype) -> Placement:
     slots = {}
     for copied in trace(model, shapes, dtype):
         if not copied.view.numel():
-            continue  # the padding is all that this rank has
+            continue  # this rank holds only padding of it
         owner = owner_of.get(_storage(copied.target))
         if owner is None:
             raise unsupported(f"{copied.name} goes where no parameter is")
@@ -139,7 +137,7 @@ def place(model: nn.Module, shapes: Shapes, dtype: torch.dtype) -> Placement:
 
 
 def trace(model: Any, shapes: Shapes, dtype: torch.dtype) -> list[_Copy]:
-    """The copies that the model makes when it loads a checkpoint of these tensors.
+    """Return the copies that the model makes when it loads a checkpoint with these tensors.
 
     Raises: CallerError: FAILED_PRECONDITION: the model cannot load them.
     """
@@ -171,8 +169,10 @@ def _slot(copied: _Copy, shape: Sequence[int], offset: int) -> TensorSlot:
 
 
 def _start(view: torch.Tensor, shape: Sequence[int]) -> list[int]:
-    """The index, in the whole tensor, of a view's first element. Raises: CallerError: it is no
-    slice."""
+    """Return the index of a view's first element in the whole tensor.
+
+    Raises: CallerError: the view is not a slice.
+    """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     if view.dim() != len(shape) or any(
         size > 1 and have != want
@@ -206,19 +206,19 @@ def unsupported(reason: str) -> CallerError:
 
 Place = Callable[[nn.Module, torch.dtype], None]
 _place: Place | None = None
-"""Places the parameters of the next model in a heap. It is a global because vLLM makes the loader,
-and passes it nothing."""
+"""Places the parameters of the next model in a heap. It is a global because vLLM creates the loader
+and passes it no arguments."""
 
 
 def load_into(place_parameters: Place | None) -> None:
-    """Set how the loader places a model's parameters; None: no model may be loaded."""
+    """Set how the loader places a model's parameters. With None, no model may be loaded."""
     global _place  # noqa: PLW0603
     _place = place_parameters
 
 
 @register_model_loader(LOAD_FORMAT)
 class HeapLoader(BaseModelLoader):  # type: ignore[misc]
-    """A loader that makes each parameter of a model a view of the heap, and writes no content."""
+    """A loader that makes each parameter of a model a view of the heap, and loads no content."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
@@ -234,21 +234,21 @@ class HeapLoader(BaseModelLoader):  # type: ignore[misc]
 
 
 def move(model: nn.Module, placement: Placement, memory: torch.Tensor, *, is_filled: bool) -> None:
-    """Make each parameter a view of `memory`, uint8, which has the placement's size or more.
+    """Make each parameter a view of `memory`, uint8, which is at least as large as the placement.
 
-    Args: is_filled: whether the memory has its content, and may not be written to.
+    Args: is_filled: the memory holds its content already and must not be written to.
     """
     for name, parameter in model.named_parameters():
         num_bytes = parameter.numel() * parameter.element_size()
         at = placement.offsets[name]
         view = memory[at : at + num_bytes].view(parameter.dtype).view(parameter.shape)
         if not is_filled:
-            view.copy_(parameter.data)  # padding is zero
+            view.copy_(parameter.data)  # writes the padding, which is zero
         parameter.data = view
 
 
 def _use_weights_in_place(modules: Iterable[nn.Module]) -> None:
-    """Keep vLLM from packing the weights of linear layers into memory of its own, as it does on
+    """Keep vLLM from repacking the weights of linear layers into its own memory, as it does on
     CPUs."""
 
     def use(layer: Any) -> None:

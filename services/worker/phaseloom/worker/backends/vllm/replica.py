@@ -1,8 +1,8 @@
-"""The ranks that hold one copy of the model together, by tensor and pipeline parallelism.
+"""The ranks that together hold one copy of the model, by tensor and pipeline parallelism.
 
-Each has an engine of its own that schedules the same requests and so takes the same steps, with
-vLLM's collectives within each. News that only the replica's first rank has, that a request joins or
-is cancelled, goes to the others once in every step (`Agreed`), so that all know it before the same
+Each rank has its own engine. All engines schedule the same requests and so take the same steps,
+with vLLM's collectives inside each step. Only the replica's first rank hears when a request joins
+or is cancelled. It tells the others once per step (`Agreed`), so that all know it before the same
 step.
 """
 
@@ -28,32 +28,32 @@ from phaseloom.worker.backends.processgroup import join_process_group
 
 @dataclass(frozen=True)
 class Replica:
-    """This rank's place in its replica, whose ranks are numbered tp fastest, then pp."""
+    """This rank's position in its replica, whose ranks are numbered by tp first, then pp."""
 
     layout: Layout
     rank: int
-    """The rank's place in the replica."""
+    """Index of the rank in the replica."""
 
     @property
     def size(self) -> int:
         return self.layout.tp * self.layout.pp
 
     def gathered(self, local_holding: Holding) -> list[Holding]:
-        """The holdings of the ranks of the replica, in their order. Collective."""
+        """Return the holdings of the replica's ranks, in order. Collective."""
         holdings = [local_holding] * self.size
         if self.size > 1:
             dist.all_gather_object(holdings, local_holding)
         return holdings
 
     def spread(self, holdings: Sequence[Holding]) -> list[Holding]:
-        """The holdings of all ranks of the deployment: all replicas hold the same.
+        """Return the holdings of all ranks of the deployment. All replicas hold the same.
 
-        Args: held: the holdings of the ranks of one replica.
+        Args: holdings: those of the ranks of one replica.
         """
         return [holdings[_place(rank, self.layout)] for rank in range(self.layout.num_ranks)]
 
     def broadcast(self, message: bytes) -> bytes:
-        """The message of the replica's first rank, on all of them. Collective."""
+        """Send the first rank's message to the whole replica. Returns: that message. Collective."""
         size = torch.tensor([len(message)])
         dist.broadcast(size, 0)
         if not size:
@@ -64,15 +64,15 @@ class Replica:
 
 
 def _place(rank: int, layout: Layout) -> int:
-    """The place in its replica of a rank of the deployment."""
+    """Return the index of a rank of the deployment in its replica."""
     at = coordinates(rank, layout)
     return at.pp * layout.tp + at.tp
 
 
 def join(layout: Layout, ranks: RankGroup) -> Replica:
-    """Make the process's group of this rank's replica, if there is none yet.
+    """Create the process group of this rank's replica, if the process has none yet.
 
-    Raises: GroupBroken: the other ranks did not come.
+    Raises: GroupBroken: the other ranks did not join.
     """
     replica = Replica(layout, _place(ranks.rank, layout))
     if dist.is_initialized():
@@ -88,17 +88,18 @@ def join(layout: Layout, ranks: RankGroup) -> Replica:
 
 
 class _News(msgspec.Struct):
-    """The news that all ranks of a replica must have before the next step."""
+    """News that all ranks of a replica need before the next step."""
 
     joined: list[Generate]
     cancelled: list[int]
-    """The places of the requests that nobody wants any more."""
+    """Indices of requests that were cancelled."""
     stopped: list[int]
-    """The places of the requests that end with the tokens they have."""
+    """Indices of requests that end with the tokens they have."""
 
 
 class Agreed:
-    """The `Watch` of the replica's first rank, which all of its ranks see in the same step."""
+    """The `Watch` of the replica's first rank, made visible to all of its ranks in the same
+    step."""
 
     def __init__(self, watch: Watch, replica: Replica, num_requests: int) -> None:
         self._watch = watch
@@ -108,7 +109,7 @@ class Agreed:
         self._stopped: set[int] = set()
 
     def joined(self) -> Sequence[Generate]:
-        """Take the requests that came, and all other news. Collective, once in a step."""
+        """Return the requests that joined, and update all other news. Collective, once per step."""
         message = b""
         if self._replica.rank == 0:
             new = _News(
@@ -131,7 +132,7 @@ class Agreed:
         return [i for i in range(self._num_requests) if i not in reported and predicate(i)]
 
     def adapter(self, i: int) -> None:
-        """None: all requests are generated with the deployment's own weights."""
+        """Return None: all requests use the deployment's own weights."""
 
     def is_cancelled(self, i: int) -> bool:
         return i in self._cancelled
@@ -150,7 +151,7 @@ class Agreed:
         return self._replica.rank == 0 and self._watch.wants_tokens(i)
 
     def drawn(self, i: int, tokens: Sequence[DrawnTokens]) -> None:
-        if self._replica.rank == 0:  # the others have the same tokens
+        if self._replica.rank == 0:  # all ranks have the same tokens
             self._watch.drawn(i, tokens)
 
     def still_open(self, i: int, num_samples: int) -> None:
@@ -162,6 +163,6 @@ class Agreed:
             self._watch.ended(i, result)
 
     def _is_known(self, i: int) -> bool:
-        """Whether this rank's watch knows the request. Ranks other than the first hear of joining
-        requests from the first only."""
+        """Return whether this rank's watch knows the request. Only the first rank's watch knows
+        requests that joined later."""
         return self._replica.rank == 0 or i < self._num_first
