@@ -1,4 +1,5 @@
-"""The node agent: takes the scheduler's commands, starts and ends ranks, orders the state manager.
+"""The node agent: carries out the scheduler's commands, runs rank processes, directs the state
+manager.
 
 Imports no torch. `main` wires it.
 """

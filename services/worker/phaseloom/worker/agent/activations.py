@@ -1,8 +1,8 @@
-"""Activations on this node: switching deployments in and out, and running what they are permitted.
+"""Activations on this node: switch deployments in and out, and run the permitted operations.
 
-Permits of reading operations of one deployment run side by side. Every other command of a
-deployment waits for its lock. Cancels and changed compute shares never wait: the operation that
-they are about holds the lock.
+Permits of reading operations of one deployment run concurrently. Every other command of a
+deployment waits for its lock. Cancels and changes of compute shares never wait, because the
+operation that they concern holds the lock.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Activations:
 
 
 def span_of(traceparent: str) -> SpanContext:
-    """Return the span that a `traceparent` header names; an invalid span for an empty one."""
+    """Return the span that a `traceparent` header names; an invalid span if the header is empty."""
     headers = {"traceparent": traceparent} if traceparent else {}
     return telemetry.span_context(telemetry.extract(headers))
 

@@ -1,4 +1,4 @@
-"""The checkpoints on a node's disk: answered to routers, and removed when they have expired."""
+"""Checkpoints on a node's disk: answer requests of routers and remove expired checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LOOK_EVERY_S = 5.0
 
 
 async def serve_checkpoints(bus: Bus, node: NodeId, state: AgentStateClient) -> None:
-    """Answer the requests of routers, side by side, until cancelled."""
+    """Answer requests of routers concurrently, until cancelled."""
 
     async def answer(request: NodeCheckpointRequest) -> NodeCheckpointReply:
         if isinstance(request, EraseCheckpoint):
@@ -53,10 +53,11 @@ async def serve_checkpoints(bus: Bus, node: NodeId, state: AgentStateClient) -> 
 async def remove_expired(
     bus: Bus, state: AgentStateClient, look_every_s: float = _LOOK_EVERY_S
 ) -> None:
-    """Remove checkpoints whose time to live is over, until cancelled.
+    """Remove checkpoints whose time to live has passed, until cancelled.
 
-    A checkpoint that its job may fall back to stays until it is not needed. Nodes that have one
-    checkpoint root all look: the first one that takes the name away removes the checkpoint.
+    A checkpoint that its job may fall back to stays until it is no longer needed. All nodes that
+    share a checkpoint root look for expired checkpoints; the first to take the name away removes
+    the checkpoint.
     """
     while True:
         try:
@@ -72,7 +73,7 @@ async def _remove_expired(bus: Bus, state: AgentStateClient, key: DeploymentKey,
         await _check_not_needed(bus, key, name)
         await state.checkpoints(EraseCheckpoint(key, name, if_expired=True))
     except PhaseloomError as error:
-        # NOT_FOUND: another node has removed it, or it is kept for longer now.
+        # NOT_FOUND: another node has removed it. FAILED_PRECONDITION: it is needed or was renewed.
         is_usual = error.info.code in (Code.NOT_FOUND, Code.FAILED_PRECONDITION)
         log.log(logging.DEBUG if is_usual else logging.WARNING, "%s of %s: %s", name, key, error)
 

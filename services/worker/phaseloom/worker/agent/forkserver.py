@@ -1,10 +1,10 @@
-"""A server process from which ranks of one Python interpreter are forked, runtimes imported once.
+"""A server process that imports backends' runtimes once and forks ranks of one Python interpreter.
 
-A node has one for each interpreter of its configuration. This module is free of torch: the server
-is `python -m phaseloom.worker.agent.forkserver BACKEND...`, which imports the backends' runtimes
-(`preload`), and forks a rank for each configuration that comes on its standard input, a socket.
-Nothing of a rank's configuration is on a command line: it has a secret in it. The server dies with
-its agent; a rank ends itself when its agent's socket closes.
+A node has one server for each configured interpreter. This module imports no torch itself. The
+server, `python -m phaseloom.worker.agent.forkserver BACKEND...`, imports the backends' runtimes
+(`preload`) and forks a rank for each configuration that arrives on its standard input, a socket. A
+rank's configuration never appears on a command line, because it contains a secret. The server dies
+with its agent; a rank ends itself when its agent's socket closes.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class RankProcess:
     def __init__(self, pid: int, sentinel: int) -> None:
         self.pid = pid
         self.sentinel = sentinel
-        """The pid descriptor, which is readable once the process is dead."""
+        """The pid descriptor, which becomes readable when the process is dead."""
 
     def kill(self) -> None:
-        """Kill the process. Nothing happens where it is dead or the descriptor was closed."""
+        """Kill the process. Harmless if it is dead or the descriptor was closed."""
         if self.sentinel >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.sentinel, signal.SIGKILL)
@@ -48,16 +48,14 @@ class RankProcess:
 
 
 class ForkServer:
-    """The agent's side of a fork server, which it starts, and starts again where the server has
-    died."""
+    """The agent's side of a fork server. It starts the server, and restarts it after a crash."""
 
     def __init__(self, python: str, backends: Sequence[str]) -> None:
-        """Start the server, which begins to import at once.
+        """Start the server, which imports the runtimes at once.
 
-        Call it in a thread that lives as long as the process.
-
+        Call it in a thread that lives as long as this process.
         Args: backends: the backends whose runtimes the server imports; empty: each rank imports its
-              own.
+                 own.
         """
         self._command = [python, "-m", __name__, *backends]
         self._lock = threading.Lock()
@@ -69,7 +67,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._why = "it ended"
         self._is_lost = False
-        """Whether it did not answer, which may be seen before its death is."""
+        """Whether the server failed to answer, which may be noticed before its death."""
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -79,15 +77,15 @@ class ForkServer:
             self._why = str(error)
 
     def restart_if_dead(self) -> None:
-        """Start the server again if it has died. Call it in the thread that made this object."""
+        """Restart the server if it has died. Call it in the thread that created this object."""
         if self._is_lost or self._process is None or self._process.poll() is not None:
             self.close()
             self._start()
 
     def fork(self, config_json: str) -> RankProcess:
-        """Fork a rank, once the server has imported. Any thread may call it.
+        """Fork a rank after the server has finished its imports. May be called from any thread.
 
-        Raises: ResourceError: the server does not run.
+        Raises: ResourceError: the server is not running.
         """
         data = config_json.encode()
         with self._lock:
@@ -102,7 +100,7 @@ class ForkServer:
         return RankProcess(pid, fds[0])
 
     def close(self) -> None:
-        """End the server; its ranks live on."""
+        """End the server; its ranks continue."""
         self._socket.close()
         if self._process is not None:
             self._process.kill()
@@ -121,7 +119,7 @@ def main(backends: Sequence[str]) -> None:
     """Run as the server: fork a rank for each configuration until the agent is gone."""
     lifecycle.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Ranks and whatever they start must not hold the agent's socket, nor read from it.
+    # Ranks and their child processes must not hold the agent's socket or read from it.
     with socket.socket(fileno=os.dup(_STDIN)) as agent:
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), _STDIN)
@@ -139,7 +137,7 @@ def _configs(agent: socket.socket) -> Iterator[str]:
 
 
 def _receive(agent: socket.socket, num_bytes: int) -> bytes:
-    """Receive `num_bytes` bytes; fewer where the agent is gone."""
+    """Receive `num_bytes` bytes; fewer if the agent is gone."""
     data = bytearray()
     while len(data) < num_bytes and (more := agent.recv(num_bytes - len(data))):
         data += more
@@ -147,7 +145,8 @@ def _receive(agent: socket.socket, num_bytes: int) -> bytes:
 
 
 def _fork(agent: socket.socket, config_json: str) -> None:
-    # A rank that is reaped before it has a descriptor could not be told from another of its pid.
+    # Block SIGCHLD: a rank reaped before it has a descriptor could be confused with a new process
+    # of the same pid.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     sys.stdout.flush()
     sys.stderr.flush()

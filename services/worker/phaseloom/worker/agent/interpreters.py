@@ -1,10 +1,10 @@
-"""The Python interpreters of a node's ranks: which backend runs in which, and what each lacks.
+"""The Python interpreters of a node's ranks: which backend runs in which, and what is missing.
 
-A runtime whose requirements differ from the worker's has an environment of its own
-(`WorkerConfig.interpreters`). Ranks of all interpreters speak with the same agent and state
-manager, so each must have this very Phaseloom: `Probe.code` compares. As a program this module
-probes its own interpreter, for the agent and for `phaseloom doctor`:
-`python -m phaseloom.worker.agent.interpreters [--import] BACKEND...` prints a `Probe` as JSON.
+A runtime whose requirements conflict with the worker's has a separate environment
+(`WorkerConfig.interpreters`). Ranks of all interpreters use the same agent and state manager, so
+each environment must contain the same Phaseloom code; `Probe.code` compares it. As a program,
+`python -m phaseloom.worker.agent.interpreters [--import] BACKEND...`, this module probes its own
+interpreter and prints a `Probe` as JSON, for the agent and for `phaseloom doctor`.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class Probe(msgspec.Struct, frozen=True):
     """The result of probing an interpreter for some backends."""
 
     code: str
-    """The `code_digest` of the Phaseloom that the interpreter has."""
+    """The `code_digest` of the Phaseloom installed in the interpreter."""
     versions: dict[str, str]
     """The version of each distribution of the backends' runtimes."""
     missing: dict[str, str]
-    """Backend → the reason why it does not run there."""
+    """Backend → the reason why it does not run in the interpreter."""
 
 
 class Interpreters:
-    """A node's interpreters, each with its fork server, which begins to import at once."""
+    """A node's interpreters, each with a fork server that imports the runtimes at once."""
 
     def __init__(self, interpreters: Mapping[str, str], *, preload: bool) -> None:
-        """Args: interpreters: backend → Python, for the backends that do not run in this one.
-        preload: whether runtimes are imported before the first rank needs them."""
+        """Args: interpreters: backend → Python, for backends that do not run in this interpreter.
+        preload: whether the servers import the runtimes before the first rank needs them."""
         self._python_of = {name: interpreters.get(name, sys.executable) for name in BACKENDS}
         for name in interpreters.keys() - BACKENDS.keys():
             log.error("interpreters: there is no backend %r", name)
@@ -67,8 +67,10 @@ class Interpreters:
         return [n for n in names if python != sys.executable or not missing_modules(n)]
 
     def backends(self) -> list[str]:
-        """The backends that run here, sorted. A configured backend that does not is logged with the
-        reason. Blocks for up to a second."""
+        """The available backends, sorted. Blocks for up to a second.
+
+        A configured backend that does not run is logged with the reason.
+        """
         found = []
         for python, names in self._backends_in.items():
             if python == sys.executable:
@@ -92,11 +94,11 @@ class Interpreters:
         started."""
         server = self._servers[self._python_of.get(backend, sys.executable)]
         server.restart_if_dead()
-        # The first one waits for the server's imports.
+        # The first fork waits for the server's imports.
         return await asyncio.to_thread(server.fork, config_json)
 
     def close(self) -> None:
-        """End the fork servers; their ranks live on."""
+        """End the fork servers; their ranks continue."""
         for server in self._servers.values():
             server.close()
 
@@ -105,7 +107,7 @@ def probe(python: str, backends: Sequence[str], *, imports: bool = False) -> Pro
     """Probe another interpreter for some backends.
 
     Args:   imports: whether to import the runtimes, which takes seconds.
-    Raises: ResourceError: the interpreter does not run, or has no Phaseloom.
+    Raises: ResourceError: the interpreter does not run or has no Phaseloom.
     """
     flags = [_IMPORT_FLAG] if imports else []
     command = [python, "-m", __spec__.name if __spec__ else __name__, *flags, *backends]
@@ -113,7 +115,7 @@ def probe(python: str, backends: Sequence[str], *, imports: bool = False) -> Pro
         ran = subprocess.run(
             command, check=True, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S
         )
-        # Runtimes may say something when they are imported.
+        # The probe is the last line, because imported runtimes may print to standard output.
         return msgspec.json.decode(ran.stdout.splitlines()[-1], type=Probe)
     except (OSError, subprocess.SubprocessError, msgspec.DecodeError, IndexError) as error:
         said = getattr(error, "stderr", "") or str(error)
@@ -125,7 +127,7 @@ def probe(python: str, backends: Sequence[str], *, imports: bool = False) -> Pro
 
 
 def code_digest() -> str:
-    """The digest of the sources that agent and ranks have in common."""
+    """The digest of the sources that the agent and ranks share."""
     digest = hashlib.sha256()
     for package in (phaseloom.common, phaseloom.worker):
         root = Path(package.__path__[0])

@@ -1,7 +1,7 @@
-"""Verifies on this node the files of registered models, before ranks read them.
+"""Verify a registered model's files on this node before ranks read them.
 
-A file is hashed once for each identity (device, inode, size, time of the last change), which this
-process remembers: a file that nobody has touched is not read again for the next deployment.
+Each file is hashed once per identity (device, inode, size, modification time). The process caches
+the digests, so an unchanged file is not read again for the next deployment.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ class ModelFiles:
         self._node = node
         self._known: dict[Path, tuple[_Identity, str]] = {}
         self._hashing = asyncio.Lock()
-        """Held while files are hashed: deployments that start together hash each file once."""
+        """Held while files are hashed, so that deployments that start together hash each file
+        once."""
 
     async def verify(self, name: str, directory: ModelDirectory) -> None:
-        """Check that the files of a model are on this node as they were registered.
+        """Check that a model's files on this node match their registration.
 
         Args:   name: the model's name.
-        Raises: CallerError: NOT_FOUND: the directory or a file is not here. ResourceError:
-                DATA_LOSS: a file has changed; UNAVAILABLE: the disk fails.
+        Raises: CallerError: NOT_FOUND: the directory or a file is missing. ResourceError:
+                 DATA_LOSS: a file
+                has changed; UNAVAILABLE: the disk fails.
         """
         async with self._hashing:
             for file in directory.files:

@@ -1,4 +1,4 @@
-"""Requests of other nodes' agents that have ranks of the same WPG. `nodes` is the sending side."""
+"""Requests from other nodes' agents with ranks of the same WPG. `nodes` is the sending side."""
 
 from __future__ import annotations
 
@@ -62,16 +62,15 @@ class NodeRequests:
         return Present()
 
     async def _run_share(self, wpg: Wpg, share: RunShare) -> SharesDone:
-        """Have this node's ranks run their share of a call whose leader is on another node.
+        """Run this node's ranks' share of a call whose leader is on another node.
 
-        The share takes the deployment's lock here just as the operation takes it on the leader's
+        The share takes the deployment's lock here, just as the operation takes it on the leader's
         node.
-
         Raises: IncarnationEnded; PhaseloomError: a rank failed.
         """
         permit, lock = share.permit, self._wpgs.locks[wpg.deployment]
         if permit.kind == "save_state" and not share.prepares:
-            # The state was copied before, so the files are written while other operations run.
+            # The state is already copied, so the files are written while other operations run.
             return await wpg.share_here(await with_payloads(self._bus, share))
         await wpg.until_sealed(permit.sealing)
         is_mutating = permit.kind in MUTATING_KINDS

@@ -1,13 +1,12 @@
-"""Requests between the agents of a WPG that is on several nodes, over the bus.
+"""Requests between the agents of a WPG that spans several nodes, over the bus.
 
-The leader's agent has the other nodes' ranks take part in each call, calls the roll when one fails,
-and passes cancels on. The other agents ask it where the ranks meet. Every request may be repeated:
-in one incarnation a share begins once, whatever is lost or comes twice. Its answer comes in chunks.
-An agent answers a request at once or tells the other to ask again, so nobody waits for an answer
-that cannot come.
-
-An agent stops waiting when its own ranks are killed, which the scheduler has done on all nodes once
-one has lost its part, or when another node says that the incarnation is over there.
+The leader's agent involves the other nodes' ranks in each call, checks that all ranks are alive
+when a call fails, and forwards cancels. The other agents ask it where the ranks meet. Every request
+may be repeated: a share starts once per incarnation, even if messages are lost or duplicated. Its
+answer comes in chunks. An agent answers immediately or tells the sender to retry, so nobody waits
+for an answer that cannot come. An agent stops waiting when its own ranks are killed, or when
+another node reports the end of the incarnation. The scheduler kills the ranks on all nodes once one
+node has lost its part.
 """
 
 from __future__ import annotations
@@ -57,14 +56,14 @@ log = logging.getLogger(__name__)
 
 MAX_CHUNK_BYTES = 4 * 1024 * 1024
 MAX_SHARE_BYTES = 1024 * 1024
-"""The most bytes of a share without its payloads."""
+"""Maximum bytes of a share without its payloads."""
 MAX_RESULT_BYTES = 12 * 1024 * 1024
-"""The most bytes of the results of one node's ranks: they must fit into a frame to the leader."""
+"""Maximum bytes of the results of one node's ranks, which must fit into a frame to the leader."""
 HOLD_S = 1.0
-"""The most seconds for which an agent keeps a request whose answer is not there yet."""
+"""Maximum seconds that an agent holds a request whose answer is not ready."""
 SILENCE_S = 10.0
-"""Seconds of silence at a roll call after which a node has lost its part. Longer than a node lease
-lasts, and than a restart of the NATS server takes."""
+"""Seconds of silence at a roll call after which a node's part counts as lost. Longer than a node
+lease lasts, and than a restart of the NATS server takes."""
 _ANSWER_TIMEOUT_S = 4.0
 _PAUSE_S = 0.1
 
@@ -73,11 +72,11 @@ Work = Coroutine[Any, Any, T]
 
 
 class IncarnationEnded(ResourceError):
-    """Another node's ranks of this incarnation are dead, or cannot be reached."""
+    """Another node's ranks of this incarnation are dead or unreachable."""
 
 
 class OtherNodes:
-    """The other agents of a WPG, for one of its agents.
+    """The other agents of a WPG, as seen by one of its agents.
 
     Args: nodes: the nodes of the WPG, by rank.
           is_over: whether this node's own ranks of the incarnation are killed.
@@ -106,7 +105,7 @@ class OtherNodes:
         return found.address
 
     async def take_part(self, share: RunShare) -> PeerShares:
-        """Have the other nodes' ranks run a share. Returns: their results, by rank.
+        """Run a share on the other nodes' ranks and return their results, by rank.
 
         Raises: IncarnationEnded. PhaseloomError: a rank's part failed.
         """
@@ -144,13 +143,13 @@ class OtherNodes:
                 return done.results
 
     async def call_roll(self) -> None:
-        """Return once all ranks on the other nodes are known to be alive. Raises:
+        """Wait until all ranks on the other nodes are known to be alive. Raises:
         IncarnationEnded."""
         roll = CallRoll(self._deployment, self._incarnation)
         await _all(self._ask(node, roll, SILENCE_S) for node in self._nodes)
 
     async def cancel(self, operation: OperationKey, *, keeps_partial: bool) -> None:
-        """Pass a cancel on to the other nodes. Raises: IncarnationEnded."""
+        """Forward a cancel to the other nodes. Raises: IncarnationEnded."""
         body = CancelPart(operation, self._incarnation, keeps_partial)
         await _all(self._ask(node, body, SILENCE_S) for node in self._nodes)
 
@@ -159,8 +158,8 @@ class OtherNodes:
     ) -> NodeReply:
         """Repeat a request until the node has answered it.
 
-        Raises: IncarnationEnded: it is over here or there, or nothing was heard for `silence_s`.
-                PhaseloomError: the request failed.
+        Raises: IncarnationEnded: the incarnation is over here or there, or the node was silent for
+                `silence_s`. PhaseloomError: the request failed.
         """
         heard_s = time.monotonic()
         while not self._is_over():
@@ -172,7 +171,8 @@ class OtherNodes:
                     await asyncio.sleep(_PAUSE_S)
                 case NotYet():
                     heard_s = time.monotonic()
-                    if isinstance(body, FindStore):  # the only one that is not kept for a while
+                    # the receiver holds every other request for a while
+                    if isinstance(body, FindStore):
                         await asyncio.sleep(_PAUSE_S)
                 case IncarnationOver(error):
                     raise IncarnationEnded(f"on {node}: {error.message}", code=error.code)
@@ -185,7 +185,7 @@ class OtherNodes:
         )
 
     async def _ask_once(self, node: NodeId, body: NodeRequest) -> NodeReply | None:
-        """The node's reply; None: nobody answers, for instance because the node restarts."""
+        """The node's reply; None if nobody answers, for example while the node restarts."""
         try:
             message = await self._bus.client.request(
                 wpg_subject(node),
@@ -201,10 +201,9 @@ class OtherNodes:
 
 
 class Parts:
-    """The shares that the leader, on another node, has asked of this node's ranks in one
-    incarnation.
+    """The shares that the leader, on another node, has requested from this node's ranks.
 
-    Each share begins once, however often it is asked for.
+    Covers one incarnation. Each share starts once, however often it is requested.
     """
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
@@ -215,12 +214,12 @@ class Parts:
     async def take(
         self, request: TakePart, run: Callable[[RunShare], Work[SharesDone]]
     ) -> NodeReply:
-        """The answer to a share, as much of it as is there."""
+        """Return the next chunk of a share's answer, and start the share at the first request."""
         self._num_ended = max(self._num_ended, request.num_ended)
         for number in [number for number in self._parts if number <= self._num_ended]:
             del self._parts[number]
         if request.number <= self._num_ended:
-            return NotYet()  # overtaken by what came after its answer
+            return NotYet()  # a duplicate that arrived after a newer request
         part = self._parts.get(request.number)
         if part is None:
             share: RunShare = decode(request.share, RunShare)
@@ -251,7 +250,7 @@ async def _outcome(run: Work[SharesDone]) -> NodeReply | bytes:
 
 
 async def with_payloads(bus: Bus, share: RunShare) -> RunShare:
-    """The share with the payloads of its operations, which agents leave out between nodes.
+    """Add the payloads of the operations to a share; agents omit them between nodes.
 
     Raises: ResourceError: DATA_LOSS: a payload is not in its stream.
     """
@@ -272,7 +271,7 @@ async def with_payloads(bus: Bus, share: RunShare) -> RunShare:
 async def serve_nodes(
     bus: Bus, node: NodeId, answer: Callable[[NodeRequest], Awaitable[NodeReply]]
 ) -> None:
-    """Answer the requests of other nodes' agents, side by side, until cancelled."""
+    """Answer requests of other nodes' agents concurrently, until cancelled."""
 
     async def reply(message: Msg) -> NodeReply:
         try:
@@ -284,8 +283,10 @@ async def serve_nodes(
 
 
 async def _all(works: Any) -> list[Any]:
-    """The results in the order of `works`. Raises: the first failure; the others are cancelled
-    then."""
+    """Return the results in the order of `works`.
+
+    Raises: the first failure, after cancelling the other works.
+    """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)

@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 
 
 class Prefetching:
-    """Follows hints. A hint that fails is only logged: the operation reports what is wrong."""
+    """Follows hints. A failed hint is only logged, because the operation itself will report the
+    error."""
 
     def __init__(
         self,
@@ -30,9 +31,9 @@ class Prefetching:
         self._state = state
         self._release = release
         self._num_hints: Counter[VersionKey] = Counter()
-        """The weights versions that ranks are fetching now, and on how many hints each."""
+        """Weights versions that ranks are fetching now → the number of running hints for each."""
         self._released: set[VersionKey] = set()
-        """Versions among these that were released while they were fetched."""
+        """Versions among these that were released during the fetch."""
 
     async def prefetch_state(self, command: PrefetchState) -> None:
         try:

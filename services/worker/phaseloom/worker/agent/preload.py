@@ -1,7 +1,7 @@
 """Imports of a fork server, made once so that a rank starts in a fraction of a second.
 
-Nothing here may initialise CUDA: a forked child could not use it then. Imported code may ask
-whether there is a GPU, which initialises CUDA in torch unless `QUIET_CHECK` is set.
+Nothing here may initialise CUDA, because forked children could not use it. Imported code may check
+for a GPU, which initialises CUDA in torch unless `QUIET_CHECK` is set.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _LAZY: Final = {
         "vllm.model_executor.models.qwen3",
     ),
 }
-"""Modules that a backend's runtime imports only once it is used. Those of Qwen3 stand for the
-modules that architectures have in common."""
+"""Modules that a backend's runtime imports only when it is used. The modules of Qwen3 stand for
+those that all architectures share."""
 
 
 def preload(backends: Sequence[str]) -> None:
-    """Import these backends' runtimes, for every process that is forked afterwards."""
+    """Import these backends' runtimes for all processes that are forked afterwards."""
     config.set_for_children(*QUIET_CHECK)
-    # Nothing of this is garbage: looking for some takes a fifth of the time.
+    # Imports create no garbage, and searching for it takes a fifth of the time.
     gc.disable()
     importlib.import_module("phaseloom.worker.rank.process")
     for backend in backends:
         module, _ = BACKENDS[backend]
         for name in (module, *_LAZY.get(backend, ())):
             importlib.import_module(name)
-    # Ranks neither scan these objects in their collections nor copy their pages for it.
+    # Keep these objects out of the ranks' collections, which would also copy their pages.
     gc.freeze()
     gc.enable()

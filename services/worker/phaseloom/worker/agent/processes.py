@@ -1,14 +1,14 @@
-"""The processes of a node's ranks: most ranks have their own, those of adapters may share one.
+"""The processes of a node's ranks. Most ranks have their own process; adapter ranks may share one.
 
-Ranks that train or sample adapters, each alone on one device, share a process where tenant,
-backend, base and device are the same: runtime and device context exist once, however many jobs
-there are. Each of these ranks is started and ended by itself. A rank that does not end in time is
-killed with its process, which kills the other ranks, too; each WPG recovers by itself. The culprits
-of a death are the deployments that were at work in the process, or the one that did not end. A
-deployment that was a culprit twice gets a process of its own afterwards, so that an operation that
-kills its process does not harm others again and again.
+Ranks that train or sample adapters share a process if each is alone on one device and tenant,
+backend, base model and device are equal. Runtime and device context then exist only once, however
+many jobs there are. Each hosted rank starts and ends independently. A rank that does not end in
+time is killed with its process, which kills the other ranks too; each WPG recovers separately.
 
-A shared process is forked with its first rank and ends after its last.
+The culprits of a death are the deployments that were working in the process, or the one that did
+not end. A deployment that was a culprit twice gets its own process afterwards, so that an operation
+that crashes its process cannot harm others repeatedly. A shared process is forked with its first
+rank and ends after its last.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from phaseloom.worker.rank.wire import EndRank, HostConfig, HostRank, RankConfig
 log = logging.getLogger(__name__)
 
 MAX_FALLS = 2
-"""The number of deaths of shared processes with a deployment as a culprit after which it gets a
-process of its own."""
+"""Deaths of shared processes with the same culprit after which that deployment gets its own
+process."""
 END_S = 30.0
-"""Seconds for a hosted rank to end: the call that its device runs is waited for."""
+"""Seconds for a hosted rank to end, which includes finishing the call on its device."""
 
 
 class LivingRank(Protocol):
     """A rank that was started and may have ended."""
 
     ended: asyncio.Future[None]
-    """Done when the rank is dead and holds nothing of the node any more."""
+    """Done when the rank is dead and holds no resources of the node any longer."""
     culprits: list[DeploymentKey]
-    """The deployments to blame for the death of the process that the rank shared and died with;
-    empty: nobody was at work in it, or the rank had a process alone."""
+    """The deployments to blame if the rank died with its shared process; empty if none was working
+    or the process was not shared."""
 
     def kill(self) -> None:
         """End the rank as soon as possible. Idempotent."""
@@ -54,7 +54,7 @@ class LivingRank(Protocol):
 
 
 class _Process:
-    """A process of ranks; where a rank has a process alone, the rank itself."""
+    """A process of ranks. If the process is not shared, this is also its rank."""
 
     def __init__(self, process: RankProcess) -> None:
         loop = asyncio.get_running_loop()
@@ -73,40 +73,41 @@ class _Process:
 
 
 class _SharedProcess:
-    """A process that hosts ranks."""
+    """A process that hosts several ranks."""
 
     def __init__(self, process: _Process) -> None:
         self.process = process
         self.ranks: list[_HostedRank] = []
         self._culprits: list[DeploymentKey] = []
         self.up: asyncio.Future[Peer[RankMessage]] = asyncio.get_running_loop().create_future()
-        """The process's connection, once it is there; cancelled where the process died before."""
+        """The process's connection when it is up; cancelled if the process died before."""
         process.ended.add_done_callback(lambda _: self.up.cancel())
 
     @property
     def is_open(self) -> bool:
-        """Whether the process takes another rank."""
+        """Whether the process accepts another rank."""
         return bool(self.ranks) and not self.process.ended.done()
 
     def kill(self, culprit: DeploymentKey) -> None:
-        """Kill the process, since a rank of this deployment cannot be ended otherwise."""
+        """Kill the process because a rank of this deployment does not end otherwise."""
         if not self.process.ended.done():
             self._culprits = [culprit]
         self.process.kill()
 
     def culprits(self) -> list[DeploymentKey]:
-        """The deployments to blame for the process's death; a rank asks before it leaves."""
+        """The deployments to blame for the process's death. Call it before the rank leaves."""
         if not self._culprits:
             self._culprits = [rank.deployment for rank in self.ranks if rank.is_at_work()]
         return self._culprits
 
     def leave(self, rank: _HostedRank) -> None:
-        """Note that a rank has ended; the process ends after its last one."""
+        """Remove an ended rank; the process ends after its last one."""
         self.ranks.remove(rank)
         if self.ranks:
             return
         if self.up.done() and not self.up.cancelled():
-            self.up.result().cut("its last rank has ended")  # it exits then
+            # the process exits when its connection closes
+            self.up.result().cut("its last rank has ended")
         else:
             self.process.kill()
 
@@ -131,7 +132,7 @@ class _HostedRank:
         self._killed.set()
 
     async def live(self) -> None:
-        """Host the rank until its end."""
+        """Host the rank until it ends."""
         shared = self._shared
         killed: asyncio.Future[Any] = asyncio.ensure_future(self._killed.wait())
         try:
@@ -158,7 +159,7 @@ class _HostedRank:
             self.ended.set_result(None)
 
     async def _live_with(self, peer: Peer[RankMessage], killed: asyncio.Future[Any]) -> None:
-        """Host the rank in a connected process until its end.
+        """Host the rank in a connected process until it ends.
 
         Raises: ResourceError: the process is gone. TimeoutError: the rank does not end.
         """
@@ -175,23 +176,23 @@ class _HostedRank:
 
 class Processes:
     def __init__(self, interpreters: Interpreters, tasks: asyncio.TaskGroup) -> None:
-        """Start without a process. Args: tasks: a task group that outlives every rank."""
+        """Args: tasks: a task group that outlives every rank."""
         self._interpreters = interpreters
         self._tasks = tasks
         self._shared: dict[Hashable, _SharedProcess] = {}
         """The newest shared process for each kind of rank (`_shared_by`)."""
         self._awaited: dict[str, _SharedProcess] = {}
-        """Shared processes that have yet to connect, by their tokens."""
+        """Shared processes that have not connected yet, by token."""
         self._num_falls: Counter[DeploymentKey] = Counter()
-        """The deaths of shared processes for which each deployment was to blame, since it last
-        ended here by itself."""
+        """Deaths of shared processes caused by each deployment since its last regular end here."""
         self._forking = asyncio.Lock()
 
     async def start(self, config: RankConfig, is_at_work: Callable[[], bool]) -> LivingRank:
         """Start a rank.
 
         Args:   is_at_work: whether the rank is starting, being switched in, or running an
-                operation; of a dead one, whether it was when it died.
+                 operation; for a
+                    dead rank, whether it was when it died.
         Raises: ResourceError: no process can be started.
         """
         shared_by = _shared_by(config)
@@ -207,8 +208,7 @@ class Processes:
         return rank
 
     def connected(self, token: str, peer: Peer[RankMessage]) -> bool:
-        """Note the connection of a process that is to host ranks. Returns: False: the token is of
-        no such process."""
+        """Accept the connection of a shared process. Return False if the token belongs to none."""
         shared = self._awaited.pop(token, None)
         if shared is None or shared.up.done():
             return False
@@ -220,7 +220,7 @@ class Processes:
         return _Process(await self._interpreters.fork(backend, config_json))
 
     async def _fork_shared(self, config: RankConfig) -> _SharedProcess:
-        """Fork a shared process for a rank of this kind."""
+        """Fork a shared process for ranks like this one."""
         backend = config.spec.backend
         name = f"{config.deployment.tenant}.{backend}"
         host = HostConfig(secrets.token_hex(16), name, config.agent_socket)
@@ -237,8 +237,8 @@ class Processes:
 
 
 def _shared_by(config: RankConfig) -> Hashable:
-    """The properties that ranks of one shared process have in common; None: the rank gets a process
-    alone."""
+    """The properties common to ranks of one shared process; None if the rank needs its own
+    process."""
     spec = config.spec
     if (
         spec.backend not in SHARING

@@ -1,4 +1,4 @@
-"""A fair read-write lock for coroutines: many readers or one writer, first come, first served."""
+"""A fair read-write lock for coroutines: many readers or one writer, in order of arrival."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from contextlib import asynccontextmanager
 
 
 class FairReadWriteLock:
-    """A lock whose holders never overtake: a reader waits behind a writer that came first."""
+    """A lock whose waiters never overtake: a reader waits behind a writer that came first."""
 
     def __init__(self) -> None:
         self._num_readers = 0
         self._has_writer = False
         self._waiting: deque[tuple[bool, asyncio.Future[None]]] = deque()
-        """The waiting ones in order, each as (whether it is a writer, the future that gives it the
-        lock)."""
+        """Waiters in order, as (whether it is a writer, the future that grants the lock)."""
 
     @property
     def is_unused(self) -> bool:
-        """Whether nobody has the lock or waits for it."""
+        """Whether nobody holds the lock or waits for it."""
         return not (self._has_writer or self._num_readers or self._waiting)
 
     @asynccontextmanager
@@ -51,7 +50,7 @@ class FairReadWriteLock:
             if admitted.cancelled():
                 self._waiting = deque(w for w in self._waiting if w[1] is not admitted)
             else:
-                # The lock was given in the same moment.
+                # The lock was granted at the moment of cancellation, so undo the grant.
                 self._num_readers -= not is_writer
                 self._has_writer = self._has_writer and not is_writer
             self._admit()

@@ -1,4 +1,4 @@
-"""Seals of this node's state, copies of other nodes', and the versions that are dropped."""
+"""Seals of this node's state, copies of other nodes' state, and dropping of versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Sealing:
-    """Has the state manager seal, copy and drop what the scheduler says."""
+    """Directs the state manager to seal, copy and drop state as the scheduler commands."""
 
     def __init__(
         self,
@@ -33,8 +33,9 @@ class Sealing:
         state_lock: asyncio.Lock,
         append: Callable[[Event, str], Awaitable[None]],
     ) -> None:
-        """Args: locks, state_lock: the agent's: of each deployment, and of what moves state on a
-        device. append: puts an event with this id in the decision log."""
+        """Args: locks: the agent's locks, one per deployment.
+        state_lock: the agent's lock for moving state on a device.
+        append: appends an event with this id to the decision log."""
         self._state = state
         self._records = records
         self._wpgs = wpgs
@@ -42,8 +43,9 @@ class Sealing:
         self._state_lock = state_lock
         self._append = append
         self._sealing: WeakValueDictionary[DeploymentKey, asyncio.Lock] = WeakValueDictionary()
-        """Held until a deployment's seal is written. Each deployment has its own lock, because a
-        seal that waits for another node must not hold up other deployments."""
+        """Held until a deployment's seal is written. Each deployment has a separate lock, because a
+        seal
+        that waits for another node must not delay other deployments."""
 
     async def mirror(self, command: MirrorState) -> None:
         """Fetch a copy of another node's state, so that its deployment can continue here."""
@@ -68,7 +70,7 @@ class Sealing:
         await self._append(done, f"mirrored:{key}:{command.id}")
 
     async def seal(self, command: SealState) -> None:
-        """Commit a seal: the state is copied now, and written while the deployment runs on."""
+        """Commit a seal: copy the state now, and write it while the deployment continues."""
         key = command.deployment
         sealing = self._sealing_of(key)
         try:
@@ -96,7 +98,7 @@ class Sealing:
         return self._sealing.setdefault(policy, asyncio.Lock())
 
     async def release(self, versions: list[VersionKey]) -> None:
-        """Drop versions, once no seal that is under way can still have to write them."""
+        """Drop versions after running seals that may still write them."""
         async with asyncio.TaskGroup() as tasks:
             for policy in {version.policy for version in versions}:
                 tasks.create_task(self._release_of(policy, versions))

@@ -1,7 +1,7 @@
 """The commit record of a deployment's newest seal, in KV `seals`.
 
-Each node of a WPG adds its part by compare and swap. Until the last part is added the previous seal
-stands; after that, all that is left to do is idempotent. Only agents write the record.
+Each node of a WPG adds its part by compare and swap. The previous seal is authoritative until the
+last part is added; all later steps are idempotent. Only agents write the record.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class SealRecords:
         self._bus = bus
 
     async def newest(self, key: DeploymentKey) -> int:
-        """The seq of the deployment's newest committed seal; 0: there is none."""
+        """The seq of the deployment's newest committed seal; 0: none."""
         record, _ = await self.read(key)
         return record.newest
 
     async def commit(self, part: SealCommitted, num_parts: int) -> None:
         """Add one node's part of a seal; the last part commits the seal. Idempotent.
 
-        Raises: ResourceError: ABORTED: another seal's record was written meanwhile.
+        Raises: ResourceError: ABORTED: the record of another seal was written in the meantime.
         """
         key = part.deployment
         may_begin = True
@@ -52,11 +52,11 @@ class SealRecords:
                 await until_done(swap, "write a seal's record")
                 return
             except Conflict:
-                # Another node's part; or this one, whose answer was lost.
+                # The conflict is another node's part, or our own write whose answer was lost.
                 may_begin = num_parts > 1
 
     async def read(self, key: DeploymentKey) -> tuple[SealRecord, int]:
-        """The record of a deployment and its revision; without a record, one whose seq is 0."""
+        """The record of a deployment and its revision. Without a record, one with seq 0."""
         stored = await until_done(
             lambda: self._bus.keys.get(Bucket.SEALS, str(key)), "read a seal's record"
         )

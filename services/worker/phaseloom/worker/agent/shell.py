@@ -74,8 +74,9 @@ class Agent:
         tasks: asyncio.TaskGroup,
         mark: LogMark | None = None,
     ) -> None:
-        """Args: revision: of this agent's node lease; commands for other revisions are dropped.
-        mark: records how far the decision log has come, which commands reveal."""
+        """Args: revision: revision of this agent's node lease. Commands for other revisions are
+           dropped.
+        mark: records the position in the decision log, which commands reveal."""
         self._node = settings.node
         self._revision = revision
         self._bus = bus
@@ -141,8 +142,8 @@ class Agent:
                 await message.in_progress()
 
     def _without_taken(self, command: Command) -> Command | None:
-        """Return the part of a command that was not taken before, and record it as taken; None if
-        all of it was."""
+        """Return the part of a command that is new and record it as accepted; None if nothing is
+        new."""
         if isinstance(command, Permits):
             traceparents = command.traceparents or [""] * len(command.permits)
             traced = zip(command.permits, traceparents, strict=True)

@@ -1,6 +1,6 @@
-"""The agent's client of its node's state manager: it sends orders, and keeps the daemon's handles.
+"""The agent's client of its node's state manager. It sends orders and keeps the daemon's handles.
 
-The client outlives the daemon: see `StateLink`.
+The client survives restarts of the daemon (see `StateLink`).
 """
 
 from __future__ import annotations
@@ -58,25 +58,25 @@ log = logging.getLogger(__name__)
 
 
 class AgentStateClient:
-    """Sends orders to the node's state manager. Every call raises the error that the answer brings.
+    """Sends orders to the node's state manager. Every call raises the error in the answer.
 
-    The client keeps the daemon's memory handles and hands them over to the next daemon.
+    The client keeps the daemon's memory handles and passes them to the next daemon.
     """
 
     def __init__(self, path: str | Path, secret: str, reconnect_s: float) -> None:
         self._secret = secret
         self._index = ""
         self._handles: dict[int, int] = {}
-        """handle → descriptor"""
+        """Handle → descriptor."""
         self._link = StateLink(path, self._greet, self._handle, reconnect_s)
 
     @classmethod
     async def connect(
         cls, path: str | Path, secret: str, *, reconnect_s: float = RECONNECT_S
     ) -> AgentStateClient:
-        """Connect and prove to be the agent.
+        """Connect and authenticate as the agent.
 
-        Raises: ResourceError: nobody listens. CallerError: PERMISSION_DENIED.
+        Raises: ResourceError: nobody listens on the socket. CallerError: PERMISSION_DENIED.
         """
         client = cls(path, secret, reconnect_s)
         await client._link.connect()
@@ -84,7 +84,7 @@ class AgentStateClient:
 
     @property
     def closed(self) -> asyncio.Future[str]:
-        """Done when the state manager is gone for good."""
+        """Done when the state manager is permanently gone."""
         return self._link.closed
 
     async def close(self) -> None:
@@ -129,10 +129,11 @@ class AgentStateClient:
         rank_offset: int = 0,
         num_ranks: int = 0,
     ) -> None:
-        """Announce this node's ranks of one incarnation, in order; older incarnations are fenced.
+        """Announce this node's ranks of one incarnation, in rank order. Older incarnations are
+        fenced.
 
         Raises: ResourceError: ABORTED: the incarnation is fenced. CallerError: a token or device is
-                not valid.
+                invalid.
         """
         message = RegisterWpg(
             tokens, deployment, incarnation, devices, seal_seq, rank_offset, num_ranks
@@ -152,7 +153,7 @@ class AgentStateClient:
         """Offload the displaced deployments and load this one.
 
         Raises: ResourceError: there is no room, the order is stale, or the switch failed and was
-                undone.
+                 undone.
         """
         message = SwitchIn(deployment, incarnation, epoch, displaces, ranks or [], traceparent)
         return await self._link.ask(message, Switched)
@@ -161,7 +162,7 @@ class AgentStateClient:
         return await self._link.ask(SwitchOut(deployment, incarnation, epoch), Switched)
 
     async def prepare_seal(self, deployment: DeploymentKey, incarnation: int, seq: int) -> None:
-        """Copy the state for a seal, between operations; the deployment may run on afterwards."""
+        """Copy the state for a seal, between operations. The deployment may continue afterwards."""
         await self._link.ask(PrepareSeal(deployment, incarnation, seq), Done)
 
     async def write_seal(
@@ -176,8 +177,10 @@ class AgentStateClient:
         replicas: dict[NodeId, str] | None = None,
         ticket: FilesTicket | None = None,
     ) -> Sealed:
-        """Write a prepared seal. Args: committed: the seq of the newest committed seal, which
-        stays."""
+        """Write a prepared seal.
+
+        Args: committed: the seq of the newest committed seal, which is kept.
+        """
         message = WriteSeal(
             deployment,
             incarnation,
@@ -191,27 +194,27 @@ class AgentStateClient:
         return await self._link.ask(message, Sealed)
 
     async def fetch_state(self, request: FetchState) -> None:
-        """Fetch another node's state. Raises: ResourceError: something cannot be fetched."""
+        """Fetch another node's state. Raises: ResourceError: part of it cannot be fetched."""
         await self._link.ask(request, Done)
 
     async def drop_wpg(
         self, deployment: DeploymentKey, incarnation: int, *, forget: bool = False
     ) -> None:
-        """Give up the state of ranks that are dead and reaped."""
+        """Drop the state of ranks that are dead and reaped."""
         await self._link.ask(DropWpg(deployment, incarnation, forget), Done)
 
     async def prefetch(
         self, deployment: DeploymentKey, incarnation: int, in_s: float | None
     ) -> None:
-        """Tell when the deployment is predicted to be used next; None withdraws the prediction."""
+        """Report when the deployment is predicted to be used next; None withdraws the
+        prediction."""
         await self._link.ask(Prefetch(deployment, incarnation, in_s), Done)
 
     async def drop_versions(self, versions: list[VersionKey]) -> None:
         await self._link.ask(DropVersions(versions), Done)
 
     async def checkpoints(self, request: NodeCheckpointRequest) -> NodeCheckpointReply:
-        """Pass a request about the node's checkpoints on. Raises: the error that the answer
-        brings."""
+        """Forward a request about the node's checkpoints. Raises: the error in the answer."""
         answer, fds = await self._link.call(request)
         close_fds(fds)
         assert isinstance(
@@ -227,16 +230,16 @@ class AgentStateClient:
 
 
 async def serve_state(bus: Bus, node: NodeId, state: AgentStateClient) -> None:
-    """Answer requests on the bus for the report of this node's state manager.
+    """Answer requests on the bus for the status of this node's state manager.
 
-    Requests are answered one after another until the bus is closed.
+    Requests are answered one at a time until the bus is closed.
     """
 
     async def answer(message: Msg) -> None:
         try:
             report = await state.status()
         except PhaseloomError as error:
-            # Whoever asked gives up by itself.
+            # Send no answer; the requester times out.
             log.warning("what is on %s cannot be told: %s", node, error)
             return
         await message.respond(encode(report))

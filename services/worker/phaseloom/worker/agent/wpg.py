@@ -1,10 +1,10 @@
 """The ranks of a WPG on this node, in one incarnation.
 
-A rank is in a process that was forked from a server with its backend's runtime imported already
-(`processes`). It proves who it is by the token of its spawn, and it ends when its connection to the
-agent does, so a killed agent leaves no rank behind. A WPG lives and dies whole: where one rank dies
-or cannot start, the agent kills the others on this node, and the scheduler has those on other nodes
-killed.
+A rank's process is forked from a server that has already imported its backend's runtime
+(`processes`). The rank authenticates with the token of its spawn and ends when its connection to
+the agent does, so a killed agent leaves no ranks behind. A WPG lives and dies as a whole: if one
+rank dies or cannot start, the agent kills the others on this node, and the scheduler has those on
+other nodes killed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _DIED = ErrorInfo(Code.UNAVAILABLE, "the worker process died")
 
 
 class _Rank:
-    """One rank, known by its token before it has started, and by its connection afterwards."""
+    """One rank, identified by its token before it has started and by its connection afterwards."""
 
     def __init__(self, config: RankConfig) -> None:
         self.config = config
@@ -77,7 +77,7 @@ class _Rank:
 
 
 class Wpg:
-    """This node's ranks of one incarnation: `start` them, then `ended` waits for their death."""
+    """This node's ranks of one incarnation. Call `start`; `ended` then waits for their death."""
 
     def __init__(
         self,
@@ -92,20 +92,20 @@ class Wpg:
         self.devices = command.devices
         self.rank_offset = command.rank_offset
         self.epoch = 0
-        """The epoch of the activation that was opened last."""
+        """The epoch of the newest activation that was opened."""
         self.refused_epoch = 0
         self.last_span: SpanContext | None = None
-        """The span of the operation that was permitted last: a switch that displaces this WPG links
-        to it."""
+        """The span of the newest permitted operation. A switch that displaces this WPG links to
+        it."""
         self.reason = _DIED
-        """The reason why the incarnation ended, as far as it is known."""
+        """Why the incarnation ended, as far as it is known."""
         loop = asyncio.get_running_loop()
         self._up: asyncio.Future[None] = loop.create_future()
         self._is_killed = False
         self._num_running = 0
-        """Batches of permits that the leader runs; of a dead WPG, that it ran when it died."""
+        """Number of permit batches that the leader is running; for a dead WPG, when it died."""
         self.is_switching = False
-        """Whether an activation is being opened, or the last one could not be."""
+        """Whether an activation is being opened, or opening the last one failed."""
         self._freed: dict[CommandId, asyncio.Future[None]] = {}
         self._dead: asyncio.Future[None] = loop.create_future()
         self._num_left = len(command.devices)
@@ -115,7 +115,7 @@ class Wpg:
         ]
         self._host = settings.rank_host
         self._listener: socket.socket | None = None
-        """The socket of the store where the ranks of all nodes meet; on rank 0's node only."""
+        """The socket of the store where the ranks of all nodes meet; only on rank 0's node."""
         self._nodes = command.nodes
         others = [node for node in command.nodes if node != settings.node]
         self._others = OtherNodes(
@@ -123,13 +123,13 @@ class Wpg:
         )
         self._parts = Parts(tasks)
         self._sealed = 0
-        """The newest seq up to which all seals that were asked for are prepared on this node, or
-        never will be."""
+        """The newest seq up to which every requested seal has been prepared on this node or has
+        failed."""
         self._has_sealed = asyncio.Event()
 
     @property
     def tokens(self) -> list[str]:
-        """The tokens of this node's ranks, in order."""
+        """The tokens of this node's ranks, in rank order."""
         return [rank.config.token for rank in self._ranks]
 
     @property
@@ -139,7 +139,7 @@ class Wpg:
 
     @property
     def is_killed(self) -> bool:
-        """Whether the incarnation is over, though some of its processes may not be reaped yet."""
+        """Whether the incarnation is over, even if some of its processes are not reaped yet."""
         return self._is_killed
 
     @property
@@ -148,31 +148,32 @@ class Wpg:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether its ranks are starting, being switched in, or running an operation; of a dead
-        WPG, whether they were when it died."""
+        """Whether its ranks are starting, being switched in, or running an operation.
+
+        For a dead WPG: whether they were when it died.
+        """
         return not self.is_up or self.is_switching or self._num_running > 0
 
     @property
     def culprits(self) -> list[DeploymentKey]:
-        """The deployments to blame for the death of the process that its rank shared, as
-        `WpgLost` has them."""
+        """The deployments to blame for the death of the shared process, as in `WpgLost`."""
         return [key for rank in self._ranks if rank.living for key in rank.living.culprits]
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of managed state on each of its devices, once the WPG is up."""
+        """The bytes of managed state on each of its devices. Valid once the WPG is up."""
         return max(rank.up.state_bytes for rank in self._ranks if rank.up)
 
     @property
     def applied(self) -> int:
-        """The seq of the last mutating operation in its state, once the WPG is up."""
+        """The seq of the last mutating operation in its state. Valid once the WPG is up."""
         assert self._ranks[0].up is not None
         return self._ranks[0].up.applied
 
     def open_store(self) -> None:
-        """Listen for the ranks of other nodes, on rank 0's node. Call it before `start`.
+        """On rank 0's node, listen for the ranks of other nodes. Call it before `start`.
 
-        Raises: ResourceError: this node has no such address.
+        Raises: ResourceError: the address does not belong to this node.
         """
         if len(self._nodes) < 2 or self.rank_offset:
             return
@@ -186,7 +187,7 @@ class Wpg:
             ) from error
 
     async def start(self, processes: Processes) -> None:
-        """Start the ranks; if one cannot be started, the incarnation ends."""
+        """Start the ranks. If one cannot be started, the incarnation ends."""
         for rank in self._ranks:
             if not self._is_killed:
                 try:
@@ -201,7 +202,7 @@ class Wpg:
                 rank.kill()
 
     def abandon(self) -> None:
-        """End an incarnation that was not started; called instead of `start`."""
+        """End an incarnation that was not started. Call it instead of `start`."""
         self._is_killed = True
         for _ in self._ranks:
             self._leave()
@@ -223,12 +224,12 @@ class Wpg:
             self._dead.set_result(None)
 
     async def ended(self) -> None:
-        """Return once every rank is dead."""
+        """Wait until every rank is dead."""
         await asyncio.shield(self._dead)
 
     async def stop(self, timeout_s: float) -> None:
-        """Close the ranks' connections, on which they exit, and kill the ranks that do not exit in
-        time."""
+        """Close the ranks' connections, which makes them exit, and kill those that exit too
+        late."""
         await asyncio.gather(*(rank.peer.close() for rank in self._ranks if rank.peer is not None))
         try:
             await asyncio.wait_for(self.ended(), timeout_s)
@@ -244,13 +245,13 @@ class Wpg:
             raise ResourceError(f"its workers were not up within {timeout_s:.0f} s") from None
 
     def kill(self, reason: ErrorInfo | None = None) -> None:
-        """Kill all ranks; the first reason that is given counts."""
+        """Kill all ranks. The first reason given is kept."""
         if reason is not None and self.reason is _DIED:
             self.reason = reason
         self._is_killed = True
         if not self._up.done():
             self._up.set_exception(to_exception(self.reason))
-            # Nobody may have begun to wait for it.
+            # Mark the exception as retrieved, because there may be no waiter yet.
             self._up.exception()
         for rank in self._ranks:
             rank.kill()
@@ -258,7 +259,7 @@ class Wpg:
     # --- talking --------------------------------------------------------------------------------
 
     def connected(self, peer: Peer[RankMessage], message: RankUp | RankFailed) -> None:
-        """Note a rank that has presented its token."""
+        """Record a rank that has presented its token."""
         rank = next(r for r in self._ranks if r.config.token == message.token)
         rank.peer = peer
         if isinstance(message, RankFailed):
@@ -279,15 +280,14 @@ class Wpg:
 
     @property
     def store_address(self) -> str:
-        """The address of the store where the ranks meet; empty: it is on another node, or not open
-        yet."""
+        """The address of the store where the ranks meet; empty if it is on another node or not
+        open."""
         if self._listener is None:
             return ""
         return f"{self._host}:{self._listener.getsockname()[1]}"
 
     async def meet(self, token: str) -> tuple[MeetAt, list[int]]:
-        """The address of the store where the ranks meet, for the rank with this token; empty: it is
-        on another node, or not open yet."""
+        """Return the store's address for the rank with this token, with the socket for rank 0."""
         if self._listener is None:
             return MeetAt(await self._others.find_store(self._nodes[0])), []
         is_first = self._ranks[0].config.token == token
@@ -296,16 +296,16 @@ class Wpg:
     async def take(
         self, request: TakePart, run: Callable[[RunShare], Work[SharesDone]]
     ) -> NodeReply:
-        """Have this node's ranks run a share that the leader, on another node, asks for."""
+        """Run a share that the leader, on another node, requests from this node's ranks."""
         return await self._parts.take(request, run)
 
     def note_sealed(self, seq: int) -> None:
-        """Note that the seal at `seq` is prepared here, or never will be."""
+        """Record that the seal at `seq` has been prepared here or has failed."""
         self._sealed = max(self._sealed, seq)
         self._has_sealed.set()
 
     async def until_sealed(self, seq: int) -> None:
-        """Wait until this node's part of the seal at `seq` is copied, so that the ranks may go on.
+        """Wait until this node's part of the seal at `seq` is copied and the ranks may continue.
 
         Raises: IncarnationEnded.
         """
@@ -323,18 +323,21 @@ class Wpg:
     # --- one operation --------------------------------------------------------------------------
 
     async def run(self, permits: RunPermits) -> None:
-        """Run permits; returns once every outcome is stored. Raises: PhaseloomError: the WPG cannot
-        go on."""
+        """Run permits; return when every outcome is stored.
+
+        Raises: PhaseloomError: the WPG cannot continue.
+        """
         leader = self._ranks[0].peer
         assert leader is not None
         self._num_running += 1
         await leader.call(permits)
-        self._num_running -= 1  # after an error the WPG is over, and has died at work
+        # not in a `finally`: after an error the WPG is over and counts as having died at work
+        self._num_running -= 1
 
     async def until_devices_freed(self, permits: RunPermits, running: asyncio.Task[None]) -> None:
-        """Return once no permit needs devices or state: each has ended, or is being saved.
+        """Wait until no permit needs devices or state: each has ended or is being saved.
 
-        Args: running: the task of `run` for these permits, just begun.
+        Args: running: the task of `run` for these permits, just started.
         """
         first = permits.permits[0].id
         freed = self._freed[first] = asyncio.get_running_loop().create_future()
@@ -344,7 +347,7 @@ class Wpg:
             del self._freed[first]
 
     def devices_freed(self, first: CommandId) -> None:
-        """Note that the permits of this batch need no devices any more, as the leader says."""
+        """Record the leader's report that the permits of this batch need no devices any longer."""
         freed = self._freed.get(first)
         if freed is not None and not freed.done():
             freed.set_result(None)
@@ -355,7 +358,7 @@ class Wpg:
         await self._others.cancel(operation, keeps_partial=keeps_partial)
 
     async def adjust(self, units: list[int], command: CommandId) -> None:
-        """Have the leader use these compute units; returns once it does.
+        """Make the leader use these compute units; return when it does.
 
         Raises: PhaseloomError: the leader is gone.
         """
@@ -365,10 +368,10 @@ class Wpg:
         await peer.call(AdjustShare(units, command))
 
     async def prefetch_version(self, asked: PrefetchWeights) -> None:
-        """Have each rank on this node fetch what it needs of a weights version. Returns once none
-        is at it any more.
+        """Make each rank on this node fetch its bytes of a weights version; return when all have
+        ended.
 
-        Raises: PhaseloomError: a rank cannot have it, or is gone.
+        Raises: PhaseloomError: the version is unavailable to a rank, or a rank is gone.
         """
         peers = [rank.peer for rank in self._ranks if rank.peer is not None]
         calls = [peer.call(asked) for peer in peers]
@@ -383,43 +386,44 @@ class Wpg:
         await asyncio.gather(*(peer.call(cancel) for peer in peers))
 
     async def share(self, share: RunShare) -> SharesDone:
-        """Have every rank but the leader run its part. Raises: PhaseloomError: one has failed."""
+        """Run a share on every rank except the leader. Raises: PhaseloomError: a rank failed."""
         here, others = await self._all(self.share_here(share), self._others.take_part(share))
         return SharesDone([*here.results, *others])
 
     async def share_here(self, share: RunShare) -> SharesDone:
-        """Have this node's ranks but the leader run their part.
+        """Run a share on this node's ranks except the leader.
 
-        Raises: IncarnationEnded: a rank has died. PhaseloomError: one has failed.
+        Raises: IncarnationEnded: a rank has died. PhaseloomError: a rank failed.
         """
         answers = await self._ask_ranks(share, share.replicas)
         return SharesDone([a.results for a in answers if isinstance(a, ShareDone)])
 
     async def tell_leader(self, told: TailReached | TokensDrawn) -> None:
-        """Pass a message of another rank on to the leader, which is on this node."""
+        """Forward a message from another rank to the leader, which is on this node."""
         leader = self._ranks[0].peer
         assert leader is not None
         await leader.call(told)
 
     async def stop_share(self, share: StopShare) -> None:
-        """Have every rank but the leader end its running share.
+        """Make every rank except the leader end its running share.
 
-        Raises: IncarnationEnded: a rank has died. PhaseloomError: one has failed.
+        Raises: IncarnationEnded: a rank has died. PhaseloomError: a rank failed.
         """
         await self._ask_ranks(share)
 
     async def roll_call(self) -> None:
-        """Return once all ranks are known to be alive."""
+        """Wait until all ranks are known to be alive."""
         await self._all(self.roll_call_here(), self._others.call_roll())
 
     async def roll_call_here(self) -> None:
-        """Return once all of this node's ranks are known to be alive. Raises: IncarnationEnded."""
+        """Wait until this node's ranks are known to be alive. Raises: IncarnationEnded."""
         await self._ask_ranks(RollCall())
 
     async def _all(self, here: Work[T], others: Work[Rest]) -> tuple[T, Rest]:
-        """The results of this node and of the others, for the leader.
+        """Return the results of this node and of the other nodes to the leader.
 
-        It never returns where a rank has died: the whole WPG dies then, and the leader with it.
+        Never returns a result if a rank has died, because the whole WPG, including the leader, then
+        dies.
         """
         works = asyncio.ensure_future(here), asyncio.ensure_future(others)
         try:
@@ -432,11 +436,11 @@ class Wpg:
             await lifecycle.end(works)
 
     async def _ask_ranks(self, body: RankMessage, only: Sequence[int] = ()) -> list[RankMessage]:
-        """Ask every rank on this node but the leader.
+        """Call every rank on this node except the leader.
 
-        Args:   only: ask only these ranks; empty: all.
-        Raises: IncarnationEnded: a rank has died, and by now all are dead. PhaseloomError: one has
-                failed.
+        Args:   only: call only these ranks; empty: all.
+        Raises: IncarnationEnded: a rank has died, and now all are dead. PhaseloomError: a rank
+                 failed.
         """
         asked = only or range(self.num_ranks)
         ranks = [r for r in self._ranks if r.config.rank != 0 and r.config.rank in asked]
@@ -485,7 +489,7 @@ def _rank_configs(
 
 
 def _store_directory(command: StartWpg, settings: WorkerConfig) -> Path | None:
-    """The directory of the store for this incarnation alone: ranks of another must never meet
+    """Make a store directory for this incarnation, so that ranks of other incarnations never meet
     there."""
     if command.nodes or len(command.devices) == 1:
         return None
@@ -499,6 +503,6 @@ def _store_prefix(settings: WorkerConfig) -> str:
 
 
 def remove_old_stores(settings: WorkerConfig) -> None:
-    """Remove the stores that a killed agent left behind; its ranks are dead."""
+    """Remove the stores left by a killed agent, whose ranks are dead."""
     for path in Path(settings.runtime_directory).glob(f"{_store_prefix(settings)}-*"):
         shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The WPGs with ranks on this node: starting them, serving their connections, watching, stopping.
+"""The WPGs with ranks on this node: start and stop them, serve their connections, report deaths.
 
 Lock order: a deployment's lock first, then the lock of device state. Nobody waits for a
 deployment's lock while holding the lock of device state.
