@@ -51,13 +51,13 @@ from phaseloom.worker.agent.interpreters import Interpreters
 from phaseloom.worker.agent.nodes import (
     MAX_CHUNK_BYTES,
     IncarnationEnded,
-    OtherNodes,
-    Parts,
+    LeaderShares,
+    PeerAgents,
     serve_nodes,
     with_payloads,
 )
 from phaseloom.worker.agent.processes import Processes
-from phaseloom.worker.agent.wpg import Wpg
+from phaseloom.worker.agent.wpg import LocalWpg
 from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.rank.wire import (
     Payload,
@@ -90,7 +90,7 @@ SHARE = RunShare([Payload(OPERATION, b"a batch", "application/msgpack")], PERMIT
 class Node:
     """Another node's agent, whose ranks answer what a test wants."""
 
-    parts: Parts
+    parts: LeaderShares
     result: SharesDone | PhaseloomError = field(default_factory=lambda: SharesDone([[None]]))
     over: ErrorInfo | None = None
     """Its life is."""
@@ -106,7 +106,7 @@ class Node:
             case FindStore():
                 return NotYet() if len(self.asked) < 3 else StoreFound("10.0.0.1:4711")
             case TakePart():
-                return await self.parts.take(request, self._run)
+                return await self.parts.answer(request, self._run)
         return Present()
 
     async def _run(self, share: RunShare) -> SharesDone:
@@ -120,12 +120,12 @@ class Node:
 @asynccontextmanager
 async def two(
     bus: Bus, nodes: list[NodeId] | None = None
-) -> AsyncIterator[tuple[OtherNodes, Node]]:
+) -> AsyncIterator[tuple[PeerAgents, Node]]:
     """The other nodes as the first sees them, and the one that is there."""
     async with asyncio.TaskGroup() as tasks:
-        node = Node(Parts(tasks))
+        node = Node(LeaderShares(tasks))
         serving = tasks.create_task(serve_nodes(bus, THERE, node.answer))
-        yield OtherNodes(bus, KEY, 1, nodes or [THERE], lambda: False), node
+        yield PeerAgents(bus, KEY, 1, nodes or [THERE], lambda: False), node
         node.may_end.set()
         await lifecycle.end([serving])
 
@@ -133,7 +133,7 @@ async def two(
 async def test_share_begins_once_however_often_it_is_asked_for(bus: Bus) -> None:
     async with two(bus) as (others, node):
         node.result = SharesDone([[None], [None]])
-        taking = asyncio.create_task(others.take_part(SHARE))
+        taking = asyncio.create_task(others.run_share(SHARE))
         async with asyncio.timeout(30):
             while not node.asked:
                 await asyncio.sleep(0.01)
@@ -143,7 +143,7 @@ async def test_share_begins_once_however_often_it_is_asked_for(bus: Bus) -> None
         assert await taking == [[None], [None]]
         assert len(node.ran) == 1
         assert node.ran[0].operations[0].payload == b"", "the payload went over the bus again"
-        await others.take_part(SHARE)
+        await others.run_share(SHARE)
         assert len(node.ran) == 2
         # What is asked again of the one before was lost on the way, and is too late.
         assert await node.answer(node.asked[0]) == NotYet()
@@ -156,7 +156,7 @@ async def test_large_results_come_in_chunks(bus: Bus) -> None:
         result = GenerateResult([[Sequence(tokens, b"", "length")]])
         node.result = SharesDone([[result]])
         node.may_end.set()
-        assert await others.take_part(SHARE) == [[result]]
+        assert await others.run_share(SHARE) == [[result]]
         assert [r.offset for r in node.asked if isinstance(r, TakePart)][:3] == [
             0,
             MAX_CHUNK_BYTES,
@@ -170,7 +170,7 @@ async def test_results_that_fit_in_no_frame_are_refused(bus: Bus) -> None:
         node.result = SharesDone([[GenerateResult([[Sequence(bytes(2**24), b"", "stop")]])]])
         node.may_end.set()
         with pytest.raises(ResourceError, match="results of one node") as caught:
-            await others.take_part(SHARE)
+            await others.run_share(SHARE)
         assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
 
 
@@ -179,7 +179,7 @@ async def test_part_that_failed_says_why(bus: Bus) -> None:
         node.result = CallerError("not finite", field="args.batch")
         node.may_end.set()
         with pytest.raises(CallerError, match="not finite") as caught:
-            await others.take_part(SHARE)
+            await others.run_share(SHARE)
         assert caught.value.info.field == "args.batch"
 
 
@@ -187,7 +187,7 @@ async def test_life_that_is_over_there_ends_whatever_is_asked(bus: Bus) -> None:
     async with two(bus) as (others, node):
         node.over = ErrorInfo(Code.UNAVAILABLE, "the worker process died")
         for asked in (
-            others.take_part(SHARE),
+            others.run_share(SHARE),
             others.call_roll(),
             others.cancel(OPERATION, keeps_partial=False),
             others.find_store(THERE),
@@ -218,8 +218,8 @@ async def test_node_that_does_not_answer_the_roll_is_lost(
 
 async def test_nobody_waits_for_another_node_once_its_own_ranks_are_killed(bus: Bus) -> None:
     is_over = asyncio.Event()
-    others = OtherNodes(bus, KEY, 1, [NOWHERE], is_over.is_set)
-    asking = asyncio.create_task(others.take_part(SHARE))
+    others = PeerAgents(bus, KEY, 1, [NOWHERE], is_over.is_set)
+    asking = asyncio.create_task(others.run_share(SHARE))
     try:
         await asyncio.wait([asking], timeout=0.3)
         assert not asking.done()
@@ -243,7 +243,7 @@ async def test_payloads_are_read_where_they_are_needed(bus: Bus) -> None:
 
 def part_of(
     settings: WorkerConfig, bus: Bus, tasks: asyncio.TaskGroup, num_devices: int = 1
-) -> Wpg:
+) -> LocalWpg:
     """The leader's node's part of a WPG, not started."""
     command = StartWpg(
         id=CommandId(1, 0),
@@ -256,7 +256,7 @@ def part_of(
         seal_seq=0,
         nodes=[HERE, THERE],
     )
-    return Wpg(command, settings, "agent.sock", bus, tasks)
+    return LocalWpg(command, settings, "agent.sock", bus, tasks)
 
 
 def settings(directory: Path, rank_host: str) -> WorkerConfig:
@@ -301,10 +301,10 @@ async def test_share_waits_for_the_seal_that_was_asked_for_before_it(
         wpg = part_of(settings(tmp_path, "127.0.0.1"), bus, tasks)
         await wpg.until_sealed(0)
         waiting = asyncio.create_task(wpg.until_sealed(4))
-        wpg.note_sealed(2)
+        wpg.record_sealed(2)
         await asyncio.sleep(0)
         assert not waiting.done()
-        wpg.note_sealed(4)
+        wpg.record_sealed(4)
         await waiting
         await wpg.until_sealed(4)
 

@@ -9,9 +9,9 @@ from phaseloom.common.contract.specs import CommandId
 from phaseloom.worker.core.permits import (
     REMEMBERED_CANCELS,
     REMEMBERED_COMMANDS,
+    AcceptedCommands,
     CancelledOperations,
-    TakenCommands,
-    Verdict,
+    PermitVerdict,
     judge_permit,
 )
 
@@ -19,25 +19,25 @@ from phaseloom.worker.core.permits import (
 @pytest.mark.parametrize(
     ("incarnation", "epoch", "verdict"),
     [
-        (2, 7, Verdict.TAKE),
-        (2, 8, Verdict.EARLY),
-        (2, 6, Verdict.STALE),
-        (2, 9, Verdict.STALE),  # its activation was refused
-        (1, 7, Verdict.STALE),
-        (3, 7, Verdict.STALE),
+        (2, 7, PermitVerdict.ACCEPT),
+        (2, 8, PermitVerdict.EARLY),
+        (2, 6, PermitVerdict.STALE),
+        (2, 9, PermitVerdict.STALE),  # its activation was refused
+        (1, 7, PermitVerdict.STALE),
+        (3, 7, PermitVerdict.STALE),
     ],
 )
 def test_permit_is_judged_by_life_and_activation(
-    incarnation: int, epoch: int, verdict: Verdict
+    incarnation: int, epoch: int, verdict: PermitVerdict
 ) -> None:
     judged = judge_permit(
-        incarnation=incarnation, epoch=epoch, own_incarnation=2, own_epoch=7, refused_epoch=9
+        incarnation=incarnation, epoch=epoch, opened_incarnation=2, opened_epoch=7, refused_epoch=9
     )
     assert judged is verdict
 
 
 def test_newest_commands_are_remembered_until_they_are_forgotten() -> None:
-    taken = TakenCommands()
+    taken = AcceptedCommands()
     ids = [CommandId(i, 0) for i in range(REMEMBERED_COMMANDS + 1)]
     for id in ids:
         taken.add(id)

@@ -26,9 +26,9 @@ from phaseloom.common.contract.events import ActivationOpened, ActivationRefused
 from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.observability import telemetry
 from phaseloom.worker.agent.stateclient import AgentStateClient
-from phaseloom.worker.agent.wpg import Wpg
+from phaseloom.worker.agent.wpg import LocalWpg
 from phaseloom.worker.agent.wpgs import Append, Wpgs
-from phaseloom.worker.core.permits import Verdict, judge_permit
+from phaseloom.worker.core.permits import PermitVerdict, judge_permit
 from phaseloom.worker.rank.wire import RunPermits
 
 log = logging.getLogger(__name__)
@@ -91,13 +91,13 @@ class Activations:
             verdict = judge_permit(
                 incarnation=first.incarnation,
                 epoch=first.epoch,
-                own_incarnation=wpg.incarnation,
-                own_epoch=wpg.epoch,
+                opened_incarnation=wpg.incarnation,
+                opened_epoch=wpg.epoch,
                 refused_epoch=wpg.refused_epoch,
             )
-            if verdict is Verdict.EARLY:
+            if verdict is PermitVerdict.EARLY:
                 return False
-            if verdict is Verdict.STALE:
+            if verdict is PermitVerdict.STALE:
                 log.info("dropping stale permit of %s", first.operation)
                 return True
             wpg.last_span = span_of(command.traceparents[-1])
@@ -138,9 +138,13 @@ class Activations:
             adjusted = ClaimsAdjusted(key, command.incarnation, command.node, command.id)
             await self._append(adjusted, f"adjusted:{key}:{command.id}")
 
-    async def _switch_in(self, command: OpenActivation, wpg: Wpg, message: Msg) -> ActivationOpened:
+    async def _switch_in(
+        self, command: OpenActivation, wpg: LocalWpg, message: Msg
+    ) -> ActivationOpened:
         wpgs, key = self._wpgs.by_deployment, command.deployment
-        displaced = [wpgs[other] for other in command.displaces if other in wpgs]
+        displaced = [
+            wpgs[displaced_key] for displaced_key in command.displaces if displaced_key in wpgs
+        ]
         started_s = time.time()
         with telemetry.span(
             "switch",
@@ -181,7 +185,7 @@ def span_of(traceparent: str) -> SpanContext:
     return telemetry.span_context(telemetry.extract(headers))
 
 
-async def _run(wpg: Wpg, permits: RunPermits) -> None:
+async def _run(wpg: LocalWpg, permits: RunPermits) -> None:
     try:
         await wpg.run(permits)
     except PhaseloomError as error:

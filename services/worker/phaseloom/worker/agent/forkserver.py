@@ -62,19 +62,19 @@ class ForkServer:
         self._start()
 
     def _start(self) -> None:
-        self._socket, theirs = socket.socketpair()
+        self._socket, server_socket = socket.socketpair()
         environment = {**config.inherited(), lifecycle.DIE_WITH_PARENT: str(os.getpid())}
         self._process: subprocess.Popen[bytes] | None = None
-        self._why = "it ended"
+        self._reason = "it ended"
         self._is_lost = False
         """Whether the server failed to answer, which may be noticed before its death."""
         try:
-            with theirs:
+            with server_socket:
                 self._process = subprocess.Popen(
-                    self._command, stdin=theirs.fileno(), env=environment
+                    self._command, stdin=server_socket.fileno(), env=environment
                 )
         except OSError as error:
-            self._why = str(error)
+            self._reason = str(error)
 
     def restart_if_dead(self) -> None:
         """Restart the server if it has died. Call it in the thread that created this object."""
@@ -109,7 +109,7 @@ class ForkServer:
     def _dead(self) -> ResourceError:
         self._is_lost = True
         return ResourceError(
-            f"{' '.join(self._command)} does not fork ranks: {self._why}",
+            f"{' '.join(self._command)} does not fork ranks: {self._reason}",
             field="interpreters",
             remedy="`phaseloom doctor` on the node says what the interpreter lacks",
         )
@@ -139,8 +139,8 @@ def _configs(agent: socket.socket) -> Iterator[str]:
 def _receive(agent: socket.socket, num_bytes: int) -> bytes:
     """Receive `num_bytes` bytes; fewer if the agent is gone."""
     data = bytearray()
-    while len(data) < num_bytes and (more := agent.recv(num_bytes - len(data))):
-        data += more
+    while len(data) < num_bytes and (chunk := agent.recv(num_bytes - len(data))):
+        data += chunk
     return bytes(data)
 
 

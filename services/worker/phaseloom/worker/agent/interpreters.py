@@ -71,10 +71,10 @@ class Interpreters:
 
         A configured backend that does not run is logged with the reason.
         """
-        found = []
+        available = []
         for python, names in self._backends_in.items():
             if python == sys.executable:
-                found += [name for name in names if not missing_modules(name)]
+                available += [name for name in names if not missing_modules(name)]
                 continue
             try:
                 probed = probe(python, names)
@@ -84,10 +84,10 @@ class Interpreters:
             missing = dict(probed.missing)
             if probed.code != code_digest():
                 missing |= dict.fromkeys(names, "another Phaseloom is installed there")
-            for name, why in missing.items():
-                log.error("backend %s does not run in %s: %s", name, python, why)
-            found += [name for name in names if name not in missing]
-        return sorted(found)
+            for name, reason in missing.items():
+                log.error("backend %s does not run in %s: %s", name, python, reason)
+            available += [name for name in names if name not in missing]
+        return sorted(available)
 
     async def fork(self, backend: str, config_json: str) -> RankProcess:
         """Start a rank in its backend's interpreter. Raises: ResourceError: it cannot be
@@ -112,15 +112,15 @@ def probe(python: str, backends: Sequence[str], *, imports: bool = False) -> Pro
     flags = [_IMPORT_FLAG] if imports else []
     command = [python, "-m", __spec__.name if __spec__ else __name__, *flags, *backends]
     try:
-        ran = subprocess.run(
+        completed = subprocess.run(
             command, check=True, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S
         )
         # The probe is the last line, because imported runtimes may print to standard output.
-        return msgspec.json.decode(ran.stdout.splitlines()[-1], type=Probe)
+        return msgspec.json.decode(completed.stdout.splitlines()[-1], type=Probe)
     except (OSError, subprocess.SubprocessError, msgspec.DecodeError, IndexError) as error:
-        said = getattr(error, "stderr", "") or str(error)
+        output = getattr(error, "stderr", "") or str(error)
         raise ResourceError(
-            f"{python} cannot run ranks: {str(said).strip()[-300:]}",
+            f"{python} cannot run ranks: {str(output).strip()[-300:]}",
             field="interpreters",
             remedy="install this Phaseloom in its environment, or correct the path",
         ) from error

@@ -20,7 +20,7 @@ _Identity = tuple[int, int, int, int]
 class ModelFiles:
     def __init__(self, node: str) -> None:
         self._node = node
-        self._known: dict[Path, tuple[_Identity, str]] = {}
+        self._digests: dict[Path, tuple[_Identity, str]] = {}
         self._hashing = asyncio.Lock()
         """Held while files are hashed, so that deployments that start together hash each file
         once."""
@@ -40,7 +40,7 @@ class ModelFiles:
     def _verify(self, name: str, directory: Path, file: ModelFile) -> None:
         path = directory / file.name
         try:
-            found = self._digest(path)
+            digest = self._digest(path)
         except (FileNotFoundError, NotADirectoryError):
             raise CallerError(
                 f"node {self._node} has no {path}, which belongs to the registered model {name!r}",
@@ -55,7 +55,7 @@ class ModelFiles:
                 field="model.registered",
                 remedy="make the file readable for the worker",
             ) from error
-        if found != file.blake3:
+        if digest != file.blake3:
             raise ResourceError(
                 f"{path} on node {self._node} is not the file that was registered as a part of "
                 f"the model {name!r}",
@@ -67,9 +67,9 @@ class ModelFiles:
     def _digest(self, path: Path) -> str:
         status = os.stat(path)
         identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        known = self._known.get(path)
-        if known is not None and known[0] == identity:
-            return known[1]
+        cached = self._digests.get(path)
+        if cached is not None and cached[0] == identity:
+            return cached[1]
         digest = file_blake3(path)
-        self._known[path] = (identity, digest)
+        self._digests[path] = (identity, digest)
         return digest

@@ -21,7 +21,7 @@ from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.transport.bus import Bus
 from phaseloom.worker.agent.activations import span_of
 from phaseloom.worker.agent.nodes import IncarnationEnded, with_payloads
-from phaseloom.worker.agent.wpg import Wpg
+from phaseloom.worker.agent.wpg import LocalWpg
 from phaseloom.worker.agent.wpgs import Wpgs
 from phaseloom.worker.rank.wire import RunShare, SharesDone
 
@@ -54,14 +54,14 @@ class NodeRequests:
                 return await wpg.take(request, partial(self._run_share, wpg))
             case CallRoll():
                 try:
-                    await wpg.roll_call_here()
+                    await wpg.roll_call_locally()
                 except IncarnationEnded as error:
                     return IncarnationOver(error.info)
             case CancelPart():
-                await wpg.cancel_here(request.operation, keeps_partial=request.keeps_partial)
+                await wpg.cancel_locally(request.operation, keeps_partial=request.keeps_partial)
         return Present()
 
-    async def _run_share(self, wpg: Wpg, share: RunShare) -> SharesDone:
+    async def _run_share(self, wpg: LocalWpg, share: RunShare) -> SharesDone:
         """Run this node's ranks' share of a call whose leader is on another node.
 
         The share takes the deployment's lock here, just as the operation takes it on the leader's
@@ -71,7 +71,7 @@ class NodeRequests:
         permit, lock = share.permit, self._wpgs.locks[wpg.deployment]
         if permit.kind == "save_state" and not share.prepares:
             # The state is already copied, so the files are written while other operations run.
-            return await wpg.share_here(await with_payloads(self._bus, share))
+            return await wpg.share_locally(await with_payloads(self._bus, share))
         await wpg.until_sealed(permit.sealing)
         is_mutating = permit.kind in MUTATING_KINDS
         async with lock.write() if is_mutating else lock.read():
@@ -82,4 +82,4 @@ class NodeRequests:
                     code=Code.ABORTED,
                 )
             wpg.last_span = span_of(share.traceparent)
-            return await wpg.share_here(await with_payloads(self._bus, share))
+            return await wpg.share_locally(await with_payloads(self._bus, share))

@@ -75,7 +75,7 @@ class IncarnationEnded(ResourceError):
     """Another node's ranks of this incarnation are dead or unreachable."""
 
 
-class OtherNodes:
+class PeerAgents:
     """The other agents of a WPG, as seen by one of its agents.
 
     Args: nodes: the nodes of the WPG, by rank.
@@ -100,11 +100,11 @@ class OtherNodes:
 
     async def find_store(self, leader: NodeId) -> str:
         """The address of the store where the ranks meet. Raises: IncarnationEnded."""
-        found = await self._ask(leader, FindStore(self._deployment, self._incarnation))
-        assert isinstance(found, StoreFound), found
-        return found.address
+        reply = await self._request(leader, FindStore(self._deployment, self._incarnation))
+        assert isinstance(reply, StoreFound), reply
+        return reply.address
 
-    async def take_part(self, share: RunShare) -> PeerShares:
+    async def run_share(self, share: RunShare) -> PeerShares:
         """Run a share on the other nodes' ranks and return their results, by rank.
 
         Raises: IncarnationEnded. PhaseloomError: a rank's part failed.
@@ -127,7 +127,7 @@ class OtherNodes:
             request = TakePart(
                 self._deployment, self._incarnation, number, min(self._open) - 1, body
             )
-            parts = await _all(self._part_of(node, request) for node in self._nodes)
+            parts = await _gather_all(self._part_of(node, request) for node in self._nodes)
         finally:
             self._open.discard(number)
         return [of_rank for of_node in parts for of_rank in of_node]
@@ -135,7 +135,7 @@ class OtherNodes:
     async def _part_of(self, node: NodeId, request: TakePart) -> PeerShares:
         answer = b""
         while True:
-            reply = await self._ask(node, msgspec.structs.replace(request, offset=len(answer)))
+            reply = await self._request(node, msgspec.structs.replace(request, offset=len(answer)))
             assert isinstance(reply, PartTaken), reply
             answer += reply.chunk
             if len(answer) >= reply.num_bytes:
@@ -146,14 +146,14 @@ class OtherNodes:
         """Wait until all ranks on the other nodes are known to be alive. Raises:
         IncarnationEnded."""
         roll = CallRoll(self._deployment, self._incarnation)
-        await _all(self._ask(node, roll, SILENCE_S) for node in self._nodes)
+        await _gather_all(self._request(node, roll, SILENCE_S) for node in self._nodes)
 
     async def cancel(self, operation: OperationKey, *, keeps_partial: bool) -> None:
         """Forward a cancel to the other nodes. Raises: IncarnationEnded."""
         body = CancelPart(operation, self._incarnation, keeps_partial)
-        await _all(self._ask(node, body, SILENCE_S) for node in self._nodes)
+        await _gather_all(self._request(node, body, SILENCE_S) for node in self._nodes)
 
-    async def _ask(
+    async def _request(
         self, node: NodeId, body: NodeRequest, silence_s: float | None = None
     ) -> NodeReply:
         """Repeat a request until the node has answered it.
@@ -161,16 +161,16 @@ class OtherNodes:
         Raises: IncarnationEnded: the incarnation is over here or there, or the node was silent for
                 `silence_s`. PhaseloomError: the request failed.
         """
-        heard_s = time.monotonic()
+        last_reply_s = time.monotonic()
         while not self._is_over():
-            reply = await self._ask_once(node, body)
+            reply = await self._request_once(node, body)
             match reply:
-                case None if silence_s and time.monotonic() - heard_s > silence_s:
+                case None if silence_s and time.monotonic() - last_reply_s > silence_s:
                     raise IncarnationEnded(f"{node} has not answered for {silence_s:.0f} s")
                 case None:
                     await asyncio.sleep(_PAUSE_S)
                 case NotYet():
-                    heard_s = time.monotonic()
+                    last_reply_s = time.monotonic()
                     # the receiver holds every other request for a while
                     if isinstance(body, FindStore):
                         await asyncio.sleep(_PAUSE_S)
@@ -184,7 +184,7 @@ class OtherNodes:
             f"incarnation {self._incarnation} of {self._deployment} is over here"
         )
 
-    async def _ask_once(self, node: NodeId, body: NodeRequest) -> NodeReply | None:
+    async def _request_once(self, node: NodeId, body: NodeRequest) -> NodeReply | None:
         """The node's reply; None if nobody answers, for example while the node restarts."""
         try:
             message = await self._bus.client.request(
@@ -200,7 +200,7 @@ class OtherNodes:
         return reply
 
 
-class Parts:
+class LeaderShares:
     """The shares that the leader, on another node, has requested from this node's ranks.
 
     Covers one incarnation. Each share starts once, however often it is requested.
@@ -208,23 +208,23 @@ class Parts:
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
-        self._parts: dict[int, asyncio.Task[NodeReply | bytes]] = {}
+        self._shares: dict[int, asyncio.Task[NodeReply | bytes]] = {}
         self._num_ended = 0
 
-    async def take(
+    async def answer(
         self, request: TakePart, run: Callable[[RunShare], Work[SharesDone]]
     ) -> NodeReply:
         """Return the next chunk of a share's answer, and start the share at the first request."""
         self._num_ended = max(self._num_ended, request.num_ended)
-        for number in [number for number in self._parts if number <= self._num_ended]:
-            del self._parts[number]
+        for number in [number for number in self._shares if number <= self._num_ended]:
+            del self._shares[number]
         if request.number <= self._num_ended:
             return NotYet()  # a duplicate that arrived after a newer request
-        part = self._parts.get(request.number)
+        part = self._shares.get(request.number)
         if part is None:
             share: RunShare = decode(request.share, RunShare)
             part = self._tasks.create_task(_outcome(run(share)))
-            self._parts[request.number] = part
+            self._shares[request.number] = part
         await asyncio.wait([part], timeout=HOLD_S)
         if not part.done():
             return NotYet()
@@ -243,9 +243,9 @@ async def _outcome(run: Work[SharesDone]) -> NodeReply | bytes:
     except PhaseloomError as error:
         return PartFailed(error.info)
     if len(answer) > MAX_RESULT_BYTES:
-        why = f"the results of one node's ranks have {len(answer)} bytes"
+        text = f"the results of one node's ranks have {len(answer)} bytes"
         remedy = "send fewer operations, or samples, at once"
-        return PartFailed(ErrorInfo(Code.RESOURCE_EXHAUSTED, why, remedy=remedy))
+        return PartFailed(ErrorInfo(Code.RESOURCE_EXHAUSTED, text, remedy=remedy))
     return answer
 
 
@@ -254,17 +254,17 @@ async def with_payloads(bus: Bus, share: RunShare) -> RunShare:
 
     Raises: ResourceError: DATA_LOSS: a payload is not in its stream.
     """
-    keys = [each.operation for each in share.operations]
+    keys = [entry.operation for entry in share.operations]
     stream = ops_stream(keys[0].tenant)
     subjects = [op_subject(key) for key in keys]
     read = partial(bus.stored.get_all, stream, subjects, must_exist=True)
     stored = await until_done(read, "read payloads")
     operations = []
     for key, subject in zip(keys, subjects, strict=True):
-        found = stored.get(subject)
-        if found is None:
+        payload = stored.get(subject)
+        if payload is None:
             raise ResourceError(f"the payload of {key} is not in its stream", code=Code.DATA_LOSS)
-        operations.append(Payload(key, found.payload, content_type_of(found.headers)))
+        operations.append(Payload(key, payload.payload, content_type_of(payload.headers)))
     return msgspec.structs.replace(share, operations=operations)
 
 
@@ -282,7 +282,7 @@ async def serve_nodes(
     await answer_requests(bus.client, wpg_subject(node), reply)
 
 
-async def _all(works: Any) -> list[Any]:
+async def _gather_all(works: Any) -> list[Any]:
     """Return the results in the order of `works`.
 
     Raises: the first failure, after cancelling the other works.

@@ -32,14 +32,14 @@ from phaseloom.worker.rank.wire import EndRank, HostConfig, HostRank, RankConfig
 
 log = logging.getLogger(__name__)
 
-MAX_FALLS = 2
+MAX_CRASHES = 2
 """Deaths of shared processes with the same culprit after which that deployment gets its own
 process."""
 END_S = 30.0
 """Seconds for a hosted rank to end, which includes finishing the call on its device."""
 
 
-class LivingRank(Protocol):
+class StartedRank(Protocol):
     """A rank that was started and may have ended."""
 
     ended: asyncio.Future[None]
@@ -100,7 +100,7 @@ class _SharedProcess:
             self._culprits = [rank.deployment for rank in self.ranks if rank.is_at_work()]
         return self._culprits
 
-    def leave(self, rank: _HostedRank) -> None:
+    def remove(self, rank: _HostedRank) -> None:
         """Remove an ended rank; the process ends after its last one."""
         self.ranks.remove(rank)
         if self.ranks:
@@ -122,7 +122,7 @@ class _HostedRank:
         self.culprits: list[DeploymentKey] = []
         self.deployment = config.deployment
         self.is_at_work = is_at_work
-        self.fell = False
+        self.has_crashed = False
         """Whether the rank died with its process."""
         self._shared = shared
         self._config = config
@@ -131,7 +131,7 @@ class _HostedRank:
     def kill(self) -> None:
         self._killed.set()
 
-    async def live(self) -> None:
+    async def run(self) -> None:
         """Host the rank until it ends."""
         shared = self._shared
         killed: asyncio.Future[Any] = asyncio.ensure_future(self._killed.wait())
@@ -139,26 +139,26 @@ class _HostedRank:
             either: list[asyncio.Future[Any]] = [shared.up, killed]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if shared.up.done() and not shared.up.cancelled():
-                await self._live_with(shared.up.result(), killed)
-            self.fell = shared.up.cancelled()
+                await self._run_in(shared.up.result(), killed)
+            self.has_crashed = shared.up.cancelled()
         except TimeoutError:
             log.warning("%s does not end: its process is killed", self.deployment)
             shared.kill(self.deployment)
             await shared.process.ended
-            self.fell = True
+            self.has_crashed = True
         except PhaseloomError as error:
             log.warning("%s falls with its process: %s", self.deployment, error)
             shared.process.kill()
             await shared.process.ended
-            self.fell = True
+            self.has_crashed = True
         finally:
             killed.cancel()
-            if self.fell:
+            if self.has_crashed:
                 self.culprits = shared.culprits()
-            shared.leave(self)
+            shared.remove(self)
             self.ended.set_result(None)
 
-    async def _live_with(self, peer: Peer[RankMessage], killed: asyncio.Future[Any]) -> None:
+    async def _run_in(self, peer: Peer[RankMessage], killed: asyncio.Future[Any]) -> None:
         """Host the rank in a connected process until it ends.
 
         Raises: ResourceError: the process is gone. TimeoutError: the rank does not end.
@@ -181,13 +181,13 @@ class Processes:
         self._tasks = tasks
         self._shared: dict[Hashable, _SharedProcess] = {}
         """The newest shared process for each kind of rank (`_shared_by`)."""
-        self._awaited: dict[str, _SharedProcess] = {}
+        self._unconnected: dict[str, _SharedProcess] = {}
         """Shared processes that have not connected yet, by token."""
-        self._num_falls: Counter[DeploymentKey] = Counter()
+        self._num_crashes: Counter[DeploymentKey] = Counter()
         """Deaths of shared processes caused by each deployment since its last regular end here."""
         self._forking = asyncio.Lock()
 
-    async def start(self, config: RankConfig, is_at_work: Callable[[], bool]) -> LivingRank:
+    async def start(self, config: RankConfig, is_at_work: Callable[[], bool]) -> StartedRank:
         """Start a rank.
 
         Args:   is_at_work: whether the rank is starting, being switched in, or running an
@@ -196,7 +196,7 @@ class Processes:
         Raises: ResourceError: no process can be started.
         """
         shared_by = _shared_by(config)
-        if shared_by is None or self._num_falls[config.deployment] >= MAX_FALLS:
+        if shared_by is None or self._num_crashes[config.deployment] >= MAX_CRASHES:
             return await self._fork(config.spec.backend, config)
         async with self._forking:
             shared = self._shared.get(shared_by)
@@ -209,7 +209,7 @@ class Processes:
 
     def connected(self, token: str, peer: Peer[RankMessage]) -> bool:
         """Accept the connection of a shared process. Return False if the token belongs to none."""
-        shared = self._awaited.pop(token, None)
+        shared = self._unconnected.pop(token, None)
         if shared is None or shared.up.done():
             return False
         shared.up.set_result(peer)
@@ -224,16 +224,16 @@ class Processes:
         backend = config.spec.backend
         name = f"{config.deployment.tenant}.{backend}"
         host = HostConfig(secrets.token_hex(16), name, config.agent_socket)
-        shared = self._awaited[host.token] = _SharedProcess(await self._fork(backend, host))
-        shared.process.ended.add_done_callback(lambda _: self._awaited.pop(host.token, None))
+        shared = self._unconnected[host.token] = _SharedProcess(await self._fork(backend, host))
+        shared.process.ended.add_done_callback(lambda _: self._unconnected.pop(host.token, None))
         return shared
 
     async def _host(self, rank: _HostedRank) -> None:
-        await rank.live()
-        if not rank.fell:
-            self._num_falls.pop(rank.deployment, None)
+        await rank.run()
+        if not rank.has_crashed:
+            self._num_crashes.pop(rank.deployment, None)
         elif rank.deployment in rank.culprits:
-            self._num_falls[rank.deployment] += 1
+            self._num_crashes[rank.deployment] += 1
 
 
 def _shared_by(config: RankConfig) -> Hashable:

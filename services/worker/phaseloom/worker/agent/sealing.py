@@ -15,7 +15,7 @@ from phaseloom.common.contract.state_agent import FetchState
 from phaseloom.worker.agent.rwlock import FairReadWriteLock
 from phaseloom.worker.agent.sealrecords import SealRecords
 from phaseloom.worker.agent.stateclient import AgentStateClient
-from phaseloom.worker.agent.wpg import Wpg
+from phaseloom.worker.agent.wpg import LocalWpg
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Sealing:
         state: AgentStateClient,
         records: SealRecords,
         *,
-        wpgs: Mapping[DeploymentKey, Wpg],
+        wpgs: Mapping[DeploymentKey, LocalWpg],
         locks: Mapping[DeploymentKey, FairReadWriteLock],
         state_lock: asyncio.Lock,
         append: Callable[[Event, str], Awaitable[None]],
@@ -83,7 +83,7 @@ class Sealing:
                     sealing.release()
                     raise
                 finally:
-                    self._note_sealed(command)
+                    self._record_sealed(command)
             try:
                 await self._write_seal(command)
             finally:
@@ -107,10 +107,10 @@ class Sealing:
         async with self._sealing_of(policy):
             await self._state.drop_versions([v for v in versions if v.policy == policy])
 
-    def _note_sealed(self, command: SealState) -> None:
+    def _record_sealed(self, command: SealState) -> None:
         wpg = self._wpgs.get(command.deployment)
         if wpg is not None and wpg.incarnation == command.incarnation:
-            wpg.note_sealed(command.seq)
+            wpg.record_sealed(command.seq)
 
     async def _write_seal(self, command: SealState) -> None:
         key = command.deployment

@@ -48,7 +48,7 @@ from phaseloom.worker.agent.sealrecords import SealRecords
 from phaseloom.worker.agent.stateclient import AgentStateClient
 from phaseloom.worker.agent.wpgs import Wpgs
 from phaseloom.worker.config import WorkerConfig
-from phaseloom.worker.core.permits import TakenCommands
+from phaseloom.worker.core.permits import AcceptedCommands
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Agent:
         self._bus = bus
         self._tasks = tasks
         self._mark = mark
-        self._taken = TakenCommands()
+        self._accepted = AcceptedCommands()
         self._in_progress: dict[int, Msg] = {}
         self.wpgs = Wpgs(
             settings,
@@ -125,7 +125,7 @@ class Agent:
             command = Permits(command.id, command.node, command.revision, [command], [traceparent])
         if self._mark is not None:
             self._mark.record(command.id.sequence)
-        new = self._without_taken(command) if command.revision == self._revision else None
+        new = self._new_part(command) if command.revision == self._revision else None
         if new is None:
             log.info(
                 "dropping %s %s of another incarnation or taken before", type(command), command.id
@@ -141,20 +141,20 @@ class Agent:
             for message in list(self._in_progress.values()):
                 await message.in_progress()
 
-    def _without_taken(self, command: Command) -> Command | None:
+    def _new_part(self, command: Command) -> Command | None:
         """Return the part of a command that is new and record it as accepted; None if nothing is
         new."""
         if isinstance(command, Permits):
             traceparents = command.traceparents or [""] * len(command.permits)
             traced = zip(command.permits, traceparents, strict=True)
-            new = [(permit, parent) for permit, parent in traced if permit.id not in self._taken]
+            new = [(permit, parent) for permit, parent in traced if permit.id not in self._accepted]
             for permit, _ in new:
-                self._taken.add(permit.id)
+                self._accepted.add(permit.id)
             permits, parents = [permit for permit, _ in new], [parent for _, parent in new]
             return replace(command, permits=permits, traceparents=parents) if new else None
-        if command.id in self._taken:
+        if command.id in self._accepted:
             return None
-        self._taken.add(command.id)
+        self._accepted.add(command.id)
         return command
 
     async def _handle(  # noqa: PLR0912 - one arm a command
@@ -165,7 +165,7 @@ class Agent:
                 case Permits():
                     if not await self._activations.run(command):
                         for permit in command.permits:
-                            self._taken.forget(permit.id)
+                            self._accepted.forget(permit.id)
                         await message.nak(delay=_EARLY_PAUSE_S)
                         return
                 case CancelOperation():

@@ -98,8 +98,8 @@ class AgentStateClient:
             return
         handles = list(self._handles)
         for start in range(0, len(handles), MAX_FDS):
-            some = handles[start : start + MAX_FDS]
-            await peer.call(HandOver(some), [self._handles[handle] for handle in some])
+            batch = handles[start : start + MAX_FDS]
+            await peer.call(HandOver(batch), [self._handles[handle] for handle in batch])
         finished = await ask(peer, FinishHandover(), HandoverFinished)
         for deployment in finished.lost:
             log.warning("%s was lost with the state manager", deployment)

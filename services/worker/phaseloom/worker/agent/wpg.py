@@ -34,8 +34,8 @@ from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.framing import Peer
-from phaseloom.worker.agent.nodes import IncarnationEnded, OtherNodes, Parts, Work
-from phaseloom.worker.agent.processes import LivingRank, Processes
+from phaseloom.worker.agent.nodes import IncarnationEnded, LeaderShares, PeerAgents, Work
+from phaseloom.worker.agent.processes import Processes, StartedRank
 from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.rank.wire import (
     AdjustShare,
@@ -57,7 +57,7 @@ from phaseloom.worker.rank.wire import (
 )
 
 T = TypeVar("T")
-Rest = TypeVar("Rest")
+Remote = TypeVar("Remote")
 
 _DIED = ErrorInfo(Code.UNAVAILABLE, "the worker process died")
 
@@ -68,15 +68,15 @@ class _Rank:
     def __init__(self, config: RankConfig) -> None:
         self.config = config
         self.peer: Peer[RankMessage] | None = None
-        self.living: LivingRank | None = None
+        self.process: StartedRank | None = None
         self.up: RankUp | None = None
 
     def kill(self) -> None:
-        if self.living is not None:
-            self.living.kill()
+        if self.process is not None:
+            self.process.kill()
 
 
-class Wpg:
+class LocalWpg:
     """This node's ranks of one incarnation. Call `start`; `ended` then waits for their death."""
 
     def __init__(
@@ -108,7 +108,7 @@ class Wpg:
         """Whether an activation is being opened, or opening the last one failed."""
         self._freed: dict[CommandId, asyncio.Future[None]] = {}
         self._dead: asyncio.Future[None] = loop.create_future()
-        self._num_left = len(command.devices)
+        self._num_alive = len(command.devices)
         self._store = _store_directory(command, settings)
         self._ranks = [
             _Rank(config) for config in _rank_configs(command, settings, agent_socket, self._store)
@@ -117,11 +117,11 @@ class Wpg:
         self._listener: socket.socket | None = None
         """The socket of the store where the ranks of all nodes meet; only on rank 0's node."""
         self._nodes = command.nodes
-        others = [node for node in command.nodes if node != settings.node]
-        self._others = OtherNodes(
-            bus, command.deployment, command.incarnation, others, lambda: self._is_killed
+        other_nodes = [node for node in command.nodes if node != settings.node]
+        self._peer_agents = PeerAgents(
+            bus, command.deployment, command.incarnation, other_nodes, lambda: self._is_killed
         )
-        self._parts = Parts(tasks)
+        self._leader_shares = LeaderShares(tasks)
         self._sealed = 0
         """The newest seq up to which every requested seal has been prepared on this node or has
         failed."""
@@ -157,7 +157,7 @@ class Wpg:
     @property
     def culprits(self) -> list[DeploymentKey]:
         """The deployments to blame for the death of the shared process, as in `WpgLost`."""
-        return [key for rank in self._ranks if rank.living for key in rank.living.culprits]
+        return [key for rank in self._ranks if rank.process for key in rank.process.culprits]
 
     @property
     def state_bytes(self) -> int:
@@ -191,13 +191,13 @@ class Wpg:
         for rank in self._ranks:
             if not self._is_killed:
                 try:
-                    rank.living = await processes.start(rank.config, lambda: self.is_at_work)
+                    rank.process = await processes.start(rank.config, lambda: self.is_at_work)
                 except PhaseloomError as error:
                     self.kill(error.info)
-            if rank.living is None:
-                self._leave()
+            if rank.process is None:
+                self._count_death()
                 continue
-            rank.living.ended.add_done_callback(lambda _: self._on_death())
+            rank.process.ended.add_done_callback(lambda _: self._on_death())
             if self._is_killed:
                 rank.kill()
 
@@ -205,17 +205,17 @@ class Wpg:
         """End an incarnation that was not started. Call it instead of `start`."""
         self._is_killed = True
         for _ in self._ranks:
-            self._leave()
+            self._count_death()
 
     def _on_death(self) -> None:
         names = " and ".join(f"{key.job}.{key.deployment}" for key in self.culprits)
-        told = f"{_DIED.message}, in which {names} was at work"
-        self.kill(ErrorInfo(_DIED.code, told) if names else None)
-        self._leave()
+        message = f"{_DIED.message}, in which {names} was at work"
+        self.kill(ErrorInfo(_DIED.code, message) if names else None)
+        self._count_death()
 
-    def _leave(self) -> None:
-        self._num_left -= 1
-        if self._num_left == 0:
+    def _count_death(self) -> None:
+        self._num_alive -= 1
+        if self._num_alive == 0:
             if self._store is not None:
                 shutil.rmtree(self._store, ignore_errors=True)
             if self._listener is not None:
@@ -289,7 +289,7 @@ class Wpg:
     async def meet(self, token: str) -> tuple[MeetAt, list[int]]:
         """Return the store's address for the rank with this token, with the socket for rank 0."""
         if self._listener is None:
-            return MeetAt(await self._others.find_store(self._nodes[0])), []
+            return MeetAt(await self._peer_agents.find_store(self._nodes[0])), []
         is_first = self._ranks[0].config.token == token
         return MeetAt(self.store_address), [self._listener.fileno()] if is_first else []
 
@@ -297,9 +297,9 @@ class Wpg:
         self, request: TakePart, run: Callable[[RunShare], Work[SharesDone]]
     ) -> NodeReply:
         """Run a share that the leader, on another node, requests from this node's ranks."""
-        return await self._parts.take(request, run)
+        return await self._leader_shares.answer(request, run)
 
-    def note_sealed(self, seq: int) -> None:
+    def record_sealed(self, seq: int) -> None:
         """Record that the seal at `seq` has been prepared here or has failed."""
         self._sealed = max(self._sealed, seq)
         self._has_sealed.set()
@@ -354,8 +354,8 @@ class Wpg:
 
     async def cancel(self, operation: OperationKey, *, keeps_partial: bool) -> None:
         """Stop a reading operation on all nodes. Raises: PhaseloomError: a rank is gone."""
-        await self.cancel_here(operation, keeps_partial=keeps_partial)
-        await self._others.cancel(operation, keeps_partial=keeps_partial)
+        await self.cancel_locally(operation, keeps_partial=keeps_partial)
+        await self._peer_agents.cancel(operation, keeps_partial=keeps_partial)
 
     async def adjust(self, units: list[int], command: CommandId) -> None:
         """Make the leader use these compute units; return when it does.
@@ -367,19 +367,19 @@ class Wpg:
             raise ResourceError("its leader is not up")
         await peer.call(AdjustShare(units, command))
 
-    async def prefetch_version(self, asked: PrefetchWeights) -> None:
+    async def prefetch_version(self, request: PrefetchWeights) -> None:
         """Make each rank on this node fetch its bytes of a weights version; return when all have
         ended.
 
         Raises: PhaseloomError: the version is unavailable to a rank, or a rank is gone.
         """
         peers = [rank.peer for rank in self._ranks if rank.peer is not None]
-        calls = [peer.call(asked) for peer in peers]
+        calls = [peer.call(request) for peer in peers]
         for ended in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(ended, BaseException):
                 raise ended
 
-    async def cancel_here(self, operation: OperationKey, *, keeps_partial: bool) -> None:
+    async def cancel_locally(self, operation: OperationKey, *, keeps_partial: bool) -> None:
         """Stop a reading operation on this node. Raises: PhaseloomError: a rank is gone."""
         peers = [rank.peer for rank in self._ranks if rank.peer is not None]
         cancel = CancelRun(operation, keeps_partial)
@@ -387,45 +387,47 @@ class Wpg:
 
     async def share(self, share: RunShare) -> SharesDone:
         """Run a share on every rank except the leader. Raises: PhaseloomError: a rank failed."""
-        here, others = await self._all(self.share_here(share), self._others.take_part(share))
-        return SharesDone([*here.results, *others])
+        local, remote = await self._with_peers(
+            self.share_locally(share), self._peer_agents.run_share(share)
+        )
+        return SharesDone([*local.results, *remote])
 
-    async def share_here(self, share: RunShare) -> SharesDone:
+    async def share_locally(self, share: RunShare) -> SharesDone:
         """Run a share on this node's ranks except the leader.
 
         Raises: IncarnationEnded: a rank has died. PhaseloomError: a rank failed.
         """
-        answers = await self._ask_ranks(share, share.replicas)
+        answers = await self._call_ranks(share, share.replicas)
         return SharesDone([a.results for a in answers if isinstance(a, ShareDone)])
 
-    async def tell_leader(self, told: TailReached | TokensDrawn) -> None:
+    async def forward_to_leader(self, message: TailReached | TokensDrawn) -> None:
         """Forward a message from another rank to the leader, which is on this node."""
         leader = self._ranks[0].peer
         assert leader is not None
-        await leader.call(told)
+        await leader.call(message)
 
     async def stop_share(self, share: StopShare) -> None:
         """Make every rank except the leader end its running share.
 
         Raises: IncarnationEnded: a rank has died. PhaseloomError: a rank failed.
         """
-        await self._ask_ranks(share)
+        await self._call_ranks(share)
 
     async def roll_call(self) -> None:
         """Wait until all ranks are known to be alive."""
-        await self._all(self.roll_call_here(), self._others.call_roll())
+        await self._with_peers(self.roll_call_locally(), self._peer_agents.call_roll())
 
-    async def roll_call_here(self) -> None:
+    async def roll_call_locally(self) -> None:
         """Wait until this node's ranks are known to be alive. Raises: IncarnationEnded."""
-        await self._ask_ranks(RollCall())
+        await self._call_ranks(RollCall())
 
-    async def _all(self, here: Work[T], others: Work[Rest]) -> tuple[T, Rest]:
+    async def _with_peers(self, local: Work[T], remote: Work[Remote]) -> tuple[T, Remote]:
         """Return the results of this node and of the other nodes to the leader.
 
         Never returns a result if a rank has died, because the whole WPG, including the leader, then
         dies.
         """
-        works = asyncio.ensure_future(here), asyncio.ensure_future(others)
+        works = asyncio.ensure_future(local), asyncio.ensure_future(remote)
         try:
             return await asyncio.gather(*works)
         except IncarnationEnded as error:
@@ -435,15 +437,15 @@ class Wpg:
         finally:
             await lifecycle.end(works)
 
-    async def _ask_ranks(self, body: RankMessage, only: Sequence[int] = ()) -> list[RankMessage]:
+    async def _call_ranks(self, body: RankMessage, only: Sequence[int] = ()) -> list[RankMessage]:
         """Call every rank on this node except the leader.
 
         Args:   only: call only these ranks; empty: all.
         Raises: IncarnationEnded: a rank has died, and now all are dead. PhaseloomError: a rank
                  failed.
         """
-        asked = only or range(self.num_ranks)
-        ranks = [r for r in self._ranks if r.config.rank != 0 and r.config.rank in asked]
+        rank_numbers = only or range(self.num_ranks)
+        ranks = [r for r in self._ranks if r.config.rank != 0 and r.config.rank in rank_numbers]
         peers = [rank.peer for rank in ranks if rank.peer is not None]
         calls = [asyncio.ensure_future(peer.call(body)) for peer in peers]
         try:

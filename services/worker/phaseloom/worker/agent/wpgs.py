@@ -23,7 +23,7 @@ from phaseloom.worker.agent.modelfiles import ModelFiles
 from phaseloom.worker.agent.processes import Processes
 from phaseloom.worker.agent.rwlock import FairReadWriteLock
 from phaseloom.worker.agent.stateclient import AgentStateClient
-from phaseloom.worker.agent.wpg import Wpg
+from phaseloom.worker.agent.wpg import LocalWpg
 from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.rank.wire import (
     DevicesFreed,
@@ -70,18 +70,18 @@ class Wpgs:
         self._tasks = tasks
         self._append = append
         self._models = ModelFiles(settings.node)
-        self.by_deployment: dict[DeploymentKey, Wpg] = {}
+        self.by_deployment: dict[DeploymentKey, LocalWpg] = {}
         self.locks: defaultdict[DeploymentKey, FairReadWriteLock] = defaultdict(FairReadWriteLock)
         """Permits of reading operations share a deployment's lock. Permits of mutating operations,
         and commands that start, stop, switch, seal or mirror the deployment, have it alone."""
         self.state_lock = asyncio.Lock()
         """Held by a command that moves state on a device: one at a time on a node."""
-        self._by_token: dict[str, Wpg] = {}
+        self._by_token: dict[str, LocalWpg] = {}
         self._open_stops: list[StopWpg] = []
         """The stop commands that are being carried out."""
         self._is_stopping = False
 
-    def get(self, deployment: DeploymentKey, incarnation: int) -> Wpg | None:
+    def get(self, deployment: DeploymentKey, incarnation: int) -> LocalWpg | None:
         """Return this node's ranks of an incarnation; None if they are gone or not started yet."""
         wpg = self.by_deployment.get(deployment)
         return wpg if wpg is not None and wpg.incarnation == incarnation else None
@@ -129,7 +129,7 @@ class Wpgs:
                 return
             if old is not None:
                 old.kill(ErrorInfo(Code.ABORTED, "fenced by a newer incarnation"))
-            wpg = Wpg(command, self._settings, self._agent_socket, self._bus, self._tasks)
+            wpg = LocalWpg(command, self._settings, self._agent_socket, self._bus, self._tasks)
             try:
                 await self._prepare(command, wpg)
             except PhaseloomError as error:
@@ -170,7 +170,7 @@ class Wpgs:
         finally:
             self._open_stops.remove(command)
 
-    async def _prepare(self, command: StartWpg, wpg: Wpg) -> None:
+    async def _prepare(self, command: StartWpg, wpg: LocalWpg) -> None:
         """Bring what the ranks need to this node: model files, state, and the place to meet."""
         model = command.spec.model
         is_restored = bool(command.seal_seq or command.checkpoint) and model.adapter is None
@@ -229,7 +229,7 @@ class Wpgs:
             # No `_watch` runs for these ranks, and the scheduler waits for this confirmation.
             await self._report_lost(command.deployment, command.incarnation, stopped)
 
-    async def _watch(self, wpg: Wpg) -> None:
+    async def _watch(self, wpg: LocalWpg) -> None:
         """Report the death of a WPG after all its ranks died and the state manager dropped them."""
         await wpg.ended()
         if self._is_stopping:
@@ -257,13 +257,13 @@ class Wpgs:
         )
 
 
-def _handler_of(wpg: Wpg, peer: Peer[RankMessage]) -> Handler[RankMessage]:
+def _handler_of(wpg: LocalWpg, peer: Peer[RankMessage]) -> Handler[RankMessage]:
     """Return the handler of the calls of a rank that has presented its token."""
 
     async def answer(body: RankMessage, fds: list[int]) -> tuple[RankMessage, list[int]]:
         close_fds(fds)
         if isinstance(body, TailReached | TokensDrawn):
-            await wpg.tell_leader(body)
+            await wpg.forward_to_leader(body)
             return Done(), []
         if not wpg.is_leader(peer):
             raise CallerError("only a leader has other ranks", code=Code.PERMISSION_DENIED)

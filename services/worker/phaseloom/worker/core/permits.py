@@ -17,31 +17,31 @@ REMEMBERED_COMMANDS = 10_000
 REMEMBERED_CANCELS = 1_000
 
 
-class Verdict(Enum):
-    TAKE = auto()
+class PermitVerdict(Enum):
+    ACCEPT = auto()
     STALE = auto()
     """The command addresses an earlier agent, incarnation or epoch, or was already accepted."""
     EARLY = auto()
     """The permit's activation has not been opened on this node yet."""
 
 
-class TakenCommands:
+class AcceptedCommands:
     """The ids of the newest commands that this agent has carried out."""
 
     def __init__(self) -> None:
-        self._taken: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._ids: OrderedDict[tuple[int, int], None] = OrderedDict()
 
     def __contains__(self, id: CommandId) -> bool:
-        return (id.sequence, id.index) in self._taken
+        return (id.sequence, id.index) in self._ids
 
     def forget(self, id: CommandId) -> None:
         """Remove a command that had no effect after all and will be delivered again."""
-        self._taken.pop((id.sequence, id.index), None)
+        self._ids.pop((id.sequence, id.index), None)
 
     def add(self, id: CommandId) -> None:
-        self._taken[(id.sequence, id.index)] = None
-        while len(self._taken) > REMEMBERED_COMMANDS:
-            self._taken.popitem(last=False)
+        self._ids[(id.sequence, id.index)] = None
+        while len(self._ids) > REMEMBERED_COMMANDS:
+            self._ids.popitem(last=False)
 
 
 class CancelledOperations:
@@ -77,15 +77,15 @@ class CancelledOperations:
 
 
 def judge_permit(
-    *, incarnation: int, epoch: int, own_incarnation: int, own_epoch: int, refused_epoch: int
-) -> Verdict:
+    *, incarnation: int, epoch: int, opened_incarnation: int, opened_epoch: int, refused_epoch: int
+) -> PermitVerdict:
     """Compare a permit with the newest activations of its deployment on this node.
 
     Args: own_epoch: the epoch of the newest activation opened here.
           refused_epoch: the epoch of the newest activation refused here.
     """
-    if incarnation != own_incarnation or epoch == refused_epoch:
-        return Verdict.STALE
-    if epoch == own_epoch:
-        return Verdict.TAKE
-    return Verdict.EARLY if epoch > own_epoch else Verdict.STALE
+    if incarnation != opened_incarnation or epoch == refused_epoch:
+        return PermitVerdict.STALE
+    if epoch == opened_epoch:
+        return PermitVerdict.ACCEPT
+    return PermitVerdict.EARLY if epoch > opened_epoch else PermitVerdict.STALE
