@@ -127,7 +127,7 @@ async def test_model_that_no_device_has_room_for_is_refused_at_once(served: Serv
     assert "raise `devices` of the node" in str(caught.value)
     [name] = re.findall(r"(\S+) needs \d+ bytes", str(caught.value))
     log = (served.mesh.run_dir / "logs" / "worker-rollout-0.log").read_text()
-    starts = [line for line in log.splitlines() if name in line and "starting rank" in line]
+    starts = [line for line in log.splitlines() if name in line and "starts, pid" in line]
     assert len(starts) == 1
 
 

@@ -115,7 +115,7 @@ class RankRunner:
         """Serve the agent until the agent or the state manager is gone, or the rank has failed."""
         settings = self._settings
         lifecycle.log_as(self._name)
-        log.info("starting rank of incarnation %d, pid %d", settings.incarnation, os.getpid())
+        log.info("rank of incarnation %d starts, pid %d", settings.incarnation, os.getpid())
         self._agent = agent = await Peer[RankMessage].connect(settings.agent_socket, RankMessage)
         try:
             await self._serve(agent)

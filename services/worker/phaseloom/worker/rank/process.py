@@ -106,7 +106,7 @@ class RankHost:
             self._settings.agent_socket, RankMessage, self._answer
         )
         await agent.call(HostUp(self._settings.token))
-        log.info("starting shared rank process, pid %d", os.getpid())
+        log.info("shared rank process starts, pid %d", os.getpid())
         await asyncio.wait([agent.closed])
 
     async def _answer(self, body: RankMessage, fds: list[int]) -> tuple[RankMessage, list[int]]:
