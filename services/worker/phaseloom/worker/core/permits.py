@@ -81,7 +81,7 @@ def judge_permit(
 ) -> PermitVerdict:
     """Compare a permit with the newest activations of its deployment on this node.
 
-    Args: own_epoch: the epoch of the newest activation opened here.
+    Args: opened_epoch: the epoch of the newest activation opened here.
           refused_epoch: the epoch of the newest activation refused here.
     """
     if incarnation != opened_incarnation or epoch == refused_epoch:
