@@ -101,11 +101,14 @@ def test_dashboard_uses_the_datasource_that_is_provisioned() -> None:
 
 def test_prometheus_scrapes_every_service_of_the_compose_file() -> None:
     compose = (ROOT / "docker-compose.yml").read_text()
-    # One that does its work and ends has nothing to scrape.
-    lasting = r'^  ([\w-]+):\n    <<: \*service\n(?!    restart: "no")'
-    services = re.findall(lasting, compose, re.MULTILINE)
+    # All services share the anchor's network alias, by which Prometheus finds their containers.
+    anchor = compose.partition("x-service: &service\n")[2].partition("\nx-")[0]
+    aliases = re.findall(r"^ {8}- ([\w-]+)$", anchor, re.MULTILINE)
+    built = re.findall(r"^  ([\w-]+):\n(?:    .*\n)*?    build:\n", compose, re.MULTILINE)
+    services = re.findall(r"^  ([\w-]+):\n    <<: \*service\n", compose, re.MULTILINE)
+    assert services == built
     scrape = (ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text()
-    assert sorted(re.findall(r"^ {10}- ([\w-]+)$", scrape, re.MULTILINE)) == sorted(services)
+    assert re.findall(r"^ {10}- ([\w-]+)$", scrape, re.MULTILINE) == aliases
     assert "honor_labels: true" in scrape, "metrics have a label `job` of their own"
 
 
