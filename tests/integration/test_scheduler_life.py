@@ -262,7 +262,7 @@ async def test_scheduler_refuses_a_log_that_begins_behind_its_snapshot(bus: Bus)
     for _ in range(3):
         await bus.log.append(SchedulerConfigured(CONFIG))
     await bus.log.truncate(3)
-    with pytest.raises(ResourceError, match="begins at 3") as caught:
+    with pytest.raises(ResourceError, match="starts at 3") as caught:
         await main.serve(asyncio.Event())
     assert caught.value.info.code is Code.DATA_LOSS
 
