@@ -7,8 +7,8 @@ longer uses them or nothing of the deployment runs any longer, they go to others
 once, by free units. So shares never overlap, even if a process is killed in between: units that a
 dead rank was asked for are free because the rank is dead.
 
-No intention is stored. At each event on a device its shares are compared with what the policy wants
-now.
+No intention is stored. At each event on a device its shares are compared with the policy's present
+choice.
 
 A deployment shares its device if it has one rank, its state fits next to those of all that run
 there, and its runtime computes the same bits with any share. A device is not shared while its jobs
@@ -37,8 +37,8 @@ are always `ENOUGH_ALONE` of them.
   neighbours that it was promised.
 
 Cost: linear in the ready deployments of the device, if it has several units and a policy that
-shares them. Corrections add a few additions per change of what runs, and a look at the placed
-deployments per decision; without a table they cost nothing.
+shares them. Corrections cost a few additions whenever an operation starts or ends, and a look at
+the placed deployments per decision; without a table they cost nothing.
 """
 
 from __future__ import annotations

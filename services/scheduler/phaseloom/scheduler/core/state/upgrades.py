@@ -5,8 +5,8 @@ later version continues from that snapshot and folds only later events, by its o
 that, the stored state must get the shape that the later version expects. The functions in
 `UPGRADES` do this.
 
-Whoever raises `CORE_VERSION` adds the line for the version before. Use `unchanged` if the new
-version only adds fields whose defaults are right for running jobs.
+A change that raises `CORE_VERSION` must add the line for the version before. Use `unchanged` if the
+new version only adds fields whose defaults are right for running jobs.
 """
 
 from __future__ import annotations
