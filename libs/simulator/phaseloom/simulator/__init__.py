@@ -1,14 +1,14 @@
 """The scheduler's own code under a virtual clock.
 
 `engine.simulate(jobs, pools, config)` runs a workload to its end and returns a `metrics.Result`.
-`engine` is a second shell of the scheduler's core, beside the live one. `world` emulates everything
-that a shell talks to: nodes (`nodes`), controllers (`controllers`), and faults. Nothing in the core
-knows of the simulator.
+The engine is a second shell of the scheduler's core, next to the live one. `world` emulates
+everything that a shell talks to: nodes (`nodes`), controllers (`controllers`), and faults. The core
+does not know the simulator.
 
-Where a job or `Costs` says so, time is charged for loading and offloading at each switch, the start
-of workers, moves, seals, restarts, a controller's own work, and the sync between iterations. The
-bus and its latency are not emulated, and neither are payloads.
+Jobs and `Costs` say how much time to charge for switches, the start of workers, moves, seals,
+restarts, a controller's own work, and the sync between iterations. The bus, its latency, and
+payloads are not emulated.
 
-The same workload, configuration and seed give the same result, entry by entry of the decision log.
-Only the figures that measure this machine (`Result.decisions`, `step_s`) differ.
+The same workload, configuration and seed give the same decision log, entry by entry. Only figures
+that measure this machine (`Result.decisions`, `step_s`) differ.
 """

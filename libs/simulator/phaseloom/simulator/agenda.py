@@ -1,7 +1,8 @@
-"""Virtual time: the actions to come, each with its time.
+"""Virtual time: a queue of scheduled actions.
 
-Actions at one time run in the order in which they were put down. An action appends at most one
-event, as the last thing that it does: so a reader that folds events later sees the same order.
+Actions that are scheduled for the same time run in the order in which they were scheduled. An
+action appends at most one event, as its last step, so a reader that folds the events later sees the
+same order.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Agenda:
         self._count = 0
 
     def at(self, time_s: float, action: Callable[..., None], *args: Any) -> None:
-        """Put down an action. A time that is past means now."""
+        """Schedule an action. A time in the past means now."""
         self._count += 1
         heapq.heappush(self._heap, (max(time_s, self.now_s), self._count, action, args))
 
@@ -34,7 +35,7 @@ class Agenda:
         return self._heap[0][0] if self._heap else NEVER_S
 
     def advance(self, time_s: float) -> None:
-        """Let time pass up to something that is not on the agenda."""
+        """Move the clock forward to an event that is not on the agenda, such as a timer."""
         assert time_s <= self.next_s, "time would pass over an action"
         self.now_s = max(self.now_s, time_s)
 

@@ -1,9 +1,9 @@
-"""Operations side by side on an emulated device: how fast each is, and when it ends.
+"""Operations that share an emulated device: the speed of each, and when it ends.
 
-A table of slowdowns says how fast: by the units that an operation has, and by what runs beside it
-just now. Of a rollout the sub-stage counts that is slowed down most. Reading operations of one
-deployment run together, at the speed of one. When something begins or ends, or units change hands,
-what is left of all that run is timed anew.
+The speed comes from a table of slowdowns. It depends on the units that an operation has and on the
+operations that run next to it. A rollout runs at the speed of the sub-stage that is slowed down
+most. Reading operations of one deployment run together at the speed of one. When an operation
+starts or ends, or units change hands, the end of every running operation is computed again.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class Work:
 
     claim: Claim
     left_s: float
-    """The rest of the operation, in seconds alone on the whole device."""
+    """The remaining work, in seconds alone on the whole device."""
     end: Callable[[], None]
     """Called when the operation ends."""
     is_alive: Callable[[], bool] = lambda: True
-    """Whether the operation's processes are alive; what is dead keeps nobody company."""
+    """Whether the operation's processes are alive. Dead ones slow nobody down."""
     speed: float = 0.0
-    """1: as fast as alone on the whole device."""
+    """Relative to running alone on the whole device, which is 1."""
 
 
 def claim_of(deployment: str, job: str, kind: str) -> Claim:
-    """The claim of an operation. Rollouts keep one unit busy, all else has use for every one."""
+    """Return an operation's claim: one unit for a rollout, every unit for anything else."""
     return Claim(deployment, job, (kind,), most_units=1 if kind == "generate" else 0)
 
 
@@ -54,34 +54,34 @@ class Company:
         """The number of units that each deployment has."""
         self._since_s = 0.0
         self._version = 0
-        """The number of changes; an end that was foreseen before the last one is not due."""
+        """Counts the changes. An end that was scheduled before the newest change is ignored."""
 
     def give(self, deployment: str, num_units: int) -> None:
-        """Note how many units a deployment has from now on; 0: all."""
+        """Set the number of units that a deployment has from now on. 0 means all of them."""
         self._pass()
         self._shares[deployment] = num_units or self._units
         self._foresee()
 
     def begin(self, key: OperationKey, work: Work) -> None:
-        """Begin an operation of a deployment that has its units."""
+        """Start an operation. Its deployment must have its units already."""
         self._pass()
         self._running[key] = work
         self._foresee()
 
     def kinds_of(self, deployment: str) -> list[str]:
-        """The kinds of a deployment's operations that run."""
+        """The kinds of a deployment's running operations."""
         of = [each.claim for each in self._running.values() if each.claim.deployment == deployment]
         return [kind for claim in of for kind in claim.kinds]
 
     def _pass(self) -> None:
-        """Let what runs have run until now."""
+        """Account for the work done since the last change."""
         passed_s = self._agenda.now_s - self._since_s
         for work in self._running.values():
             work.left_s -= passed_s * work.speed
         self._since_s = self._agenda.now_s
 
     def _foresee(self) -> None:
-        """Put the next end on the agenda."""
+        """Schedule the next end."""
         self._running = {key: each for key, each in self._running.items() if each.is_alive()}
         running = self._running.values()
         here = {each.claim.deployment: each.claim for each in running}

@@ -1,7 +1,7 @@
 """Emulated controllers: they submit their job, publish its operations, and end it.
 
-A controller reacts as a real one would, to outcomes and to its job's view. When its job has failed,
-it submits the job again as a new arrival, and goes on after the last iteration of its checkpoint.
+Like a real controller, an emulated one reacts to outcomes and to the state of its job. If the job
+fails, the controller submits it again and resumes after the last checkpointed iteration.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from phaseloom.simulator.tracing import Tracer
 
 
 class Retries(msgspec.Struct, frozen=True):
-    """The behaviour of controllers when operations or jobs fail."""
+    """How controllers behave when operations or jobs fail."""
 
     resubmit_s: float = 60.0
-    """The time from a failure until the job is submitted again."""
+    """Time from a failure until the job is submitted again."""
     checkpoint_every: int = 1
-    """The number of iterations between two checkpoints; a failure loses fewer than that."""
+    """Iterations between two checkpoints. A failure loses fewer than that."""
     max_attempts: int = 20
-    """The number of submissions of one job after which it has failed."""
+    """Submissions of one job before the controller gives it up as failed."""
 
 
 USUAL = Retries()
@@ -51,7 +51,7 @@ class _Op:
     phase: int
     duration_s: float
     ready_s: float
-    """The time at which all operations before it had ended."""
+    """When all earlier operations had ended."""
 
 
 class Controller:
@@ -69,7 +69,7 @@ class Controller:
     ) -> None:
         self.job = job
         self.has_ended = False
-        """Whether the job has ended for good: it is not submitted again."""
+        """Whether the job has ended and will not be submitted again."""
         self._meter = meter.jobs[str(job.key)] = JobMeter(job)
         self._all = meter
         self._agenda = agenda
@@ -79,9 +79,9 @@ class Controller:
         self._names = [deployment_of(phase.pool) for phase in job.phases]
         self._kinds = [phase.operation_kind for phase in job.phases]
         self._attempt = 0
-        """The number of this attempt; actions that an earlier one put on the agenda are dropped."""
+        """Number of this submission. Actions that an earlier one scheduled are dropped."""
         self._completed = 0
-        """The number of completed iterations, those kept from earlier attempts included."""
+        """Completed iterations, including those that earlier attempts had checkpointed."""
         self._reset()
 
     def _reset(self) -> None:
@@ -91,13 +91,13 @@ class Controller:
         self._ops: dict[str, list[_Op]] = {name: [] for name in self._names}
         """The operations of this attempt, by deployment and seq."""
         self._queued: dict[tuple[int, int], _Op] = {}
-        """By (iteration, phase), the operations published before the one before them had ended."""
+        """(iteration, phase) → the operation, if it was published before its predecessor ended."""
         self._begun = self._completed
-        """The number of iterations that have begun."""
+        """Number of started iterations."""
         self._led = self._completed
-        """The number of iterations whose first phase is over."""
+        """Number of iterations whose first phase has ended."""
         self._synced_s = self._agenda.now_s
-        """When the weights of the last completed iteration are where they are needed."""
+        """When the weights of the last completed iteration reach the nodes that need them."""
         self._last_end_s = self._agenda.now_s
 
     def _later(self, delay_s: float, action: Callable[..., None], *args: object) -> None:
@@ -122,7 +122,7 @@ class Controller:
         self._append(JobSubmitted(self.job.key, spec, f"submit/{self.job.key}/{self._attempt}"))
 
     def answered(self, status: JobStatus | None, error: ErrorInfo | None) -> None:
-        """Take the scheduler's answer to a submission."""
+        """Handle the scheduler's answer to a submission."""
         if status is None:
             self._end("rejected", error.message if error else "")
             return
@@ -130,7 +130,7 @@ class Controller:
             self._first_seq[deployment.name] = deployment.next_seq
 
     def viewed(self, status: JobStatus) -> None:
-        """Take the job's changed view."""
+        """Handle a change of the job's published state."""
         match status.state:
             case "placed" | "profiling" | "active" if not self._is_placed:
                 self._is_placed = True
@@ -164,12 +164,12 @@ class Controller:
         self._later(self._retries.resubmit_s, self.submit)
 
     def crash(self) -> None:
-        """Give up the job, and submit it again later."""
+        """Fail the job now and submit it again later."""
         if self._is_placed:
             self._append(JobFinished(self.job.key, "crash", failed=True))
 
     def lost(self) -> None:
-        """Note that an operation was not completed, so that the controller cannot go on."""
+        """Handle an operation that was not completed: crash, because no later one can run."""
         self._later(0.0, self.crash)
 
     def _attach(self) -> None:
@@ -185,14 +185,14 @@ class Controller:
     # --- its iterations -------------------------------------------------------------------------
 
     def _go_on(self) -> None:
-        """Begin the next iteration, where it may begin."""
+        """Start the next iteration if the submission mode allows it now."""
         if self._begun == self.job.iterations or self._led < self._begun:
             return
         if self._begun - self._completed > self.job.steps_ahead:
             return
         iteration = self._begun
         self._begun += 1
-        # An iteration that runs ahead waits only for those before the last iteration.
+        # An iteration that runs ahead does not wait for the weights of the newest one.
         is_ahead = iteration > self._completed
         delay_s = 0.0 if is_ahead else max(0.0, self._synced_s - self._agenda.now_s)
         if self.job.submission is Submission.SERIAL:
@@ -222,7 +222,7 @@ class Controller:
         )
 
     def _is_ordered(self, phase: int) -> bool:
-        """Whether the deployment's order alone keeps a phase after the one before."""
+        """Whether the deployment's own order already runs this phase after its predecessor."""
         is_mutating = MUTATING_KINDS & {self._kinds[phase - 1], self._kinds[phase]}
         return self._names[phase - 1] == self._names[phase] and bool(is_mutating)
 
@@ -233,7 +233,7 @@ class Controller:
         return self._ops[key.deployment][int(key.slot) - self._first_seq[key.deployment]]
 
     def ran(self, key: OperationKey, start_s: float) -> None:
-        """Take the completion of an operation of this attempt, and the time at which it began."""
+        """Handle the completion of an operation of this attempt. Args: start_s: when it started."""
         op = self._op(key)
         self._meter.wait_s += start_s - op.ready_s
         self._meter.operations += 1

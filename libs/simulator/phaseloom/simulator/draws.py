@@ -1,7 +1,8 @@
-"""How long each phase of a job takes, iteration by iteration.
+"""The duration of each phase of a job in each iteration.
 
-Durations are drawn from the job's own seed in the order of its iterations, whatever the schedule.
-So the same iteration takes the same time under every policy, and again after a crash.
+Durations are drawn from a seed of the job, in the order of its iterations, independently of the
+schedule. So an iteration takes the same time under every policy and when it is repeated after a
+crash.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ class Draws:
         self._job = job
         self._random = random.Random(f"{seed}/{job.tenant}/{job.name}")
         self._drawn: dict[int, list[float]] = {}
-        """The durations of the iterations since the last checkpoint."""
+        """Iteration → its durations, since the last checkpoint."""
         self._next = 0
         self._kept = 0
-        """The first iteration that may be asked for again."""
+        """The first iteration that may be requested again."""
         self._fixed = None if _varies(job) else [phase.mean_s for phase in job.phases]
 
     def of(self, iteration: int) -> list[float]:
-        """The seconds of each phase of an iteration. Iterations are asked for in order or again."""
+        """Seconds of each phase. Callers request iterations in order, and may repeat some."""
         if self._fixed is not None:
             return self._fixed
         while self._next <= iteration:

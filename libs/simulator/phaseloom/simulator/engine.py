@@ -1,8 +1,9 @@
 """The simulator's shell: the scheduler's own core, folded under a virtual clock.
 
-Like the live shell, it appends events to the decision log, folds each with `Core.step` and performs
-the outputs in order; timers come back as events. Here an event is folded as soon as it is appended.
-At one time, the world's actions come before timers, and timers come by (due, name).
+Like the live shell, it appends events to the decision log, folds each with `Core.step`, and
+performs the outputs in order; timers return as events. Here an event is folded as soon as it is
+appended. At equal times, actions of the world run before timers, and timers run by (due time,
+name).
 """
 
 from __future__ import annotations
@@ -27,31 +28,31 @@ from phaseloom.simulator.nodes import FREE, Costs, PoolSpec
 from phaseloom.simulator.world import Fault, World
 
 REPLAN_S = 1.0
-"""The simulated duration of a plan, longer than is measured for hundreds of jobs."""
+"""Simulated time to compute a plan. Real plans for hundreds of jobs take less."""
 STALE_TIMERS = 1024
-"""The number of cancelled timers that are kept, beside as many as are set."""
+"""Cancelled timers that may stay in the heap, in addition to as many as are set."""
 
 
 class Surroundings(Protocol):
-    """Everything that a shell talks to. It appends events, at times of the agenda."""
+    """Everything that a shell talks to. It appends events at times of the agenda."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is to come but answers to commands."""
+        """Whether only answers to commands are outstanding."""
         ...
 
     def perform(self, output: Output) -> None:
-        """Obey an output. What it brings is appended later, never within this call."""
+        """Carry out an output. Resulting events are appended later, never within this call."""
         ...
 
 
 class Engine:
     """A shell that folds events under a virtual clock.
 
-    Args: core: it goes on from the core's state; None: from an empty log.
-          replan_s: how long the scheduler computes, beside its loop, what is worth moving.
+    Args: core: the state to continue from; None: an empty log.
+          replan_s: simulated time to compute a plan outside the scheduler's loop.
           records: whether to keep the log and the commands, for replays and comparisons.
-          times_steps: whether to time every step, and not only those that place or release a job.
+          times_steps: whether to time every step instead of only those that place or release a job.
           after_step: called with the core after each fold (for checks).
     """
 
@@ -79,7 +80,7 @@ class Engine:
         self._timers = [(due_s, timer) for timer, due_s in state.timers.items()]
         heapq.heapify(self._timers)
         self.num_events = state.sequence
-        """The number of events in the log, which is the sequence of the last."""
+        """Number of events in the log, which equals the sequence of the last one."""
         self._world: Surroundings | None = None
 
     def append(self, event: events.Event) -> None:
@@ -117,7 +118,7 @@ class Engine:
         self._agenda.after(self._replan_s, self.append, repack.compute(asked))
 
     def run(self, world: Surroundings, config: SchedulerConfig, until_s: float = NEVER_S) -> None:
-        """Run until every job has ended and the nodes have obeyed all commands."""
+        """Run until every job has ended and the nodes have carried out all commands."""
         self._world = world
         self.append(events.SchedulerConfigured(config))
         agenda = self._agenda
@@ -164,9 +165,9 @@ def simulate(
     """Run a workload to its end under one configuration.
 
     Args: jobs: the workload; names are unique per tenant.
-          until_s: when to stop, whatever is left.
-          slowdowns: how much slower operations really are side by side on devices of several units,
-                     whatever the scheduler takes them for.
+          until_s: when to stop, even if jobs are still running.
+          slowdowns: the real slowdowns of operations that share a device of several units. The
+                     scheduler may decide by another table.
     """
     agenda, meter = Agenda(), Meter(records_spans=records_spans)
     engine = Engine(agenda, meter, replan_s=replan_s, times_steps=times_steps)

@@ -1,7 +1,7 @@
-"""A simulated job: when it arrives, the resources that it takes, and how its controller acts.
+"""A simulated job: its arrival, its resources, and how its controller acts.
 
-Each phase has one operation. Times are in seconds, unless a name says otherwise. Nothing here is
-drawn or decided.
+Each phase is one operation. Times are in seconds unless a name says otherwise. This module draws no
+random numbers and makes no decisions.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _DEPLOYMENTS = {ROLLOUT: "sampler", TRAIN: "policy"}
 
 class Submission(StrEnum):
     SERIAL = "serial"
-    """An operation is published when the one before it has ended."""
+    """The controller publishes an operation when the previous one has ended."""
     CYCLE = "cycle"
-    """All operations of an iteration are published together, each `after` the one before."""
+    """The controller publishes all operations of an iteration together, chained by `after`."""
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -32,15 +32,15 @@ class Phase(msgspec.Struct, frozen=True):
     mean_s: float
     """The mean duration, before the cap."""
     worst_s: float = 0.0
-    """The duration with every sample at its token limit: no draw is longer. 0: as `mean_s`."""
+    """Duration if every sample reaches its token limit, which caps the draws. 0: as `mean_s`."""
     sigma: float = 0.0
-    """The sigma of the lognormal that durations are drawn from; 0: every one takes `mean_s`."""
+    """Sigma of the lognormal distribution of durations; 0: every one takes `mean_s`."""
     kind: str = ""
     """The operation's kind; empty: `generate` on `rollout`, `optim_step` elsewhere."""
     think_s: float = 0.0
     """The controller's own time between this phase and the next (rewards, tools)."""
     tail: float = 0.0
-    """The share of its time in which only a rollout's long tail is left. 0: its tail is never
+    """Share of its time in which only the long tail of a rollout runs. 0: the tail is never
     gathered on fewer devices."""
 
     @property
@@ -57,28 +57,25 @@ class Take(msgspec.Struct, frozen=True):
 
     num_nodes: int = 1
     host_bytes: int = 0
-    """The bytes on each node, in host memory."""
+    """Host memory that the deployment uses on each node."""
     load_s: float = 0.0
-    """The time to load the state onto the devices."""
+    """Time to load the state onto the devices."""
     offload_s: float = 0.0
     num_devices: int = 1
-    """The devices that it takes of each node."""
+    """Devices that the deployment uses on each node."""
 
 
 class Drift(msgspec.Struct, frozen=True):
-    """How the phases of a pool change over the job's run: factors at equal steps of its progress.
+    """How the durations on a pool change over the job's run.
 
-    Between the steps the factor is linear.
+    The factors apply at equal steps of the job's progress, with linear interpolation in between.
     """
 
     pool: str
     factors: tuple[float, ...]
 
     def factor(self, progress: float) -> float:
-        """The factor at some progress.
-
-        Args: progress: share of the iterations that are done, 0 to 1.
-        """
+        """Return the factor. Args: progress: share of the iterations that are done, 0 to 1."""
         place = min(max(progress, 0.0), 1.0) * (len(self.factors) - 1)
         index = min(int(place), len(self.factors) - 2) if len(self.factors) > 1 else 0
         if len(self.factors) == 1:
@@ -94,24 +91,24 @@ class SimJob(msgspec.Struct, frozen=True):
     phases: tuple[Phase, ...]
     """The phases of an iteration, one after the other."""
     takes: dict[str, Take] = {}
-    """The resources on each pool; on a pool not named, one node and switches in no time."""
+    """Resources by pool. A missing pool means one node and switches that take no time."""
     slo: float = 0.0
-    """The slowdown over running alone that the job tolerates, at least 1; 0: best effort."""
+    """Slowdown, relative to running alone, that the job tolerates: at least 1; 0: best effort."""
     tenant: str = "sim"
     sync_s: float = 0.0
-    """The time from the end of an iteration to the first phase that needs its weights."""
+    """Time from the end of an iteration to the first phase that needs its weights."""
     steps_ahead: int = 0
-    """How many iterations may begin before the one before them is trained on: 0 synchronous, 1
-    one-step-asynchronous."""
+    """How many iterations may run ahead of training: 0 is synchronous, 1 is one step
+    asynchronous."""
     submission: Submission = Submission.SERIAL
     is_declared: bool = True
-    """Whether the job's cycle is known at submission; else it is profiled first (a cold start)."""
+    """Whether the job declares its cycle when it is submitted; otherwise it is profiled first."""
     may_wait: bool = True
-    """Whether the job waits for a place, or is refused where there is none now."""
+    """Whether the job waits for placement, instead of being refused if none is possible now."""
     start_s: float = 0.0
-    """The time from the job's placement until its workers are up."""
+    """Time from the job's placement until its workers are up."""
     move_s: float = 0.0
-    """The time from a move until the workers are up elsewhere."""
+    """Time from the start of a move until the workers are up on the new nodes."""
     drift: tuple[Drift, ...] = ()
     model: str = ""
     """The model's name, for reports."""
@@ -122,14 +119,14 @@ class SimJob(msgspec.Struct, frozen=True):
 
     @property
     def pools(self) -> list[str]:
-        """The job's pools, in the order in which an iteration comes to them."""
+        """The job's pools, in the order in which an iteration uses them."""
         return list(dict.fromkeys(phase.pool for phase in self.phases))
 
     def take(self, pool: str) -> Take:
         return self.takes.get(pool, Take())
 
     def tail(self, deployment: str) -> float:
-        """The share of the time of a deployment's operations that is a rollout's long tail."""
+        """Share of the time of a deployment's operations that is the long tail of a rollout."""
         here = (phase.tail for phase in self.phases if deployment_of(phase.pool) == deployment)
         return max(here, default=0.0)
 
@@ -138,17 +135,17 @@ class SimJob(msgspec.Struct, frozen=True):
 
     @property
     def num_optim_steps(self) -> int:
-        """The number of optimizer steps of an iteration, at least 1."""
+        """Optimizer steps per iteration, at least 1."""
         return max(1, sum(phase.operation_kind == "optim_step" for phase in self.phases))
 
     @property
     def solo_s(self) -> float:
-        """The time of an iteration alone, every phase at its longest. An SLO is a multiple."""
+        """Time of an iteration alone with every phase at its longest; SLOs are multiples of it."""
         return period_s(self, [phase.longest_s for phase in self.phases])
 
     @property
     def mean_s(self) -> float:
-        """The time of an iteration alone, every phase at its mean."""
+        """Time of an iteration alone with every phase at its mean."""
         return period_s(self, [phase.mean_s for phase in self.phases])
 
 
@@ -157,15 +154,15 @@ def deployment_of(pool: str) -> str:
 
 
 def period_s(job: SimJob, durations_s: list[float]) -> float:
-    """The time of an iteration alone in its steady state, given how long each phase takes.
+    """Return the steady-state time of an iteration that runs alone.
 
     Args: durations_s: the phases' durations, in the order of `job.phases`.
     """
     line_s = [d + phase.think_s for d, phase in zip(durations_s, job.phases, strict=True)]
     if not job.steps_ahead:
         return sum(line_s) + job.sync_s
-    # Iterations overlap. No pool can give more than all of its time, and an iteration must be over
-    # before the one that is `steps_ahead` + 1 after it.
+    # Iterations overlap. The busiest pool is a lower bound, and an iteration must end before the
+    # one that comes `steps_ahead` + 1 later starts.
     busiest_s = max(
         sum(d for d, phase in zip(durations_s, job.phases, strict=True) if phase.pool == pool)
         for pool in job.pools
@@ -174,7 +171,7 @@ def period_s(job: SimJob, durations_s: list[float]) -> float:
 
 
 def cycle_of(job: SimJob) -> specs.Cycle:
-    """The job's cycle as measured alone; consecutive phases on one pool are one segment."""
+    """Return the job's cycle when alone. Consecutive phases on one pool form one segment."""
     period = job.mean_s
     segments: list[specs.Segment] = []
     offset_s = 0.0
@@ -194,7 +191,7 @@ def cycle_of(job: SimJob) -> specs.Cycle:
 
 
 def spec_of(job: SimJob, *, iterations: int) -> specs.JobSpec:
-    """The spec that the job's controller submits, with so many iterations to go."""
+    """Return the spec that the controller submits. Args: iterations: those that remain."""
     return specs.JobSpec(
         slo=job.slo,
         deployments=[_deployment(job, pool) for pool in job.pools],

@@ -1,4 +1,4 @@
-"""The measurements of a running simulation, from which `metrics` makes a result afterwards."""
+"""Measurements of a running simulation. `metrics` turns them into a result at the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phaseloom.simulator.jobs import SimJob
 
 
 class Span(NamedTuple):
-    """A time in which a node ran or switched, kept for pictures."""
+    """An interval in which a node ran an operation or switched, for pictures."""
 
     node: str
     job: str
@@ -24,9 +24,9 @@ class Decision(NamedTuple):
     """A core step that placed or released a job."""
 
     num_jobs: int
-    """The number of jobs that had a place or waited for one before the step."""
+    """Jobs that were placed or waiting before the step."""
     seconds: float
-    """The processor time of this thread, which other processes do not change."""
+    """Processor time of this thread, which does not depend on other processes."""
 
 
 @dataclass(slots=True)
@@ -37,9 +37,9 @@ class NodeMeter:
     busy_s: float = 0.0
     switch_s: float = 0.0
     switches: int = 0
-    """The number of activations that displaced another deployment."""
+    """Activations that displaced another deployment."""
     held_s: float = 0.0
-    """The time with a job pinned to the node, which is what is paid for."""
+    """Time with a job pinned to the node. This time is paid for."""
     held_since_s: float = -1.0
     pinned: set[str] = field(default_factory=set)
 
@@ -49,27 +49,27 @@ class JobMeter:
     job: SimJob
     submitted_s: float = -1.0
     placed_s: float = -1.0
-    """When the job first had a place."""
+    """When the job was first placed."""
     ended_s: float = -1.0
     outcome: str = "open"
-    """`done`, `rejected`, `failed`, or `open` where the simulation ended before the job."""
+    """`done`, `rejected`, `failed`, or `open` if the simulation ended before the job."""
     why: str = ""
     iteration_s: list[float] = field(default_factory=list)
-    """The time of each completed iteration, from the end of the one before (or the placement)."""
+    """Duration of each completed iteration, from the end of the previous one or the placement."""
     alone_s: float = 0.0
-    """The time that the completed iterations would have taken alone, with the same draws."""
+    """Time that the completed iterations, with the same draws, would have taken alone."""
     completed: int = 0
-    """The number of completed iterations; those that a failure threw back count once."""
+    """Completed iterations. One that is repeated after a failure counts once."""
     last_end_s: float = -1.0
     """When the last iteration was completed."""
     wait_s: float = 0.0
-    """The time in which operations were ready and not begun, summed, switches included."""
+    """Total time from ready to started over all operations, including switches."""
     operations: int = 0
-    """The number of operations that ran."""
+    """Operations that ran."""
     attempts: int = 0
     switches: int = 0
     moved: dict[str, int] = field(default_factory=dict)
-    """The number of moves of each deployment: they move together, each when it may."""
+    """Deployment → its moves. The deployments of a job move in the same move, one at a time."""
 
     @property
     def moves(self) -> int:
@@ -88,16 +88,16 @@ class Meter:
         self.spans: list[Span] | None = [] if records_spans else None
         self.decisions: list[Decision] = []
         self.steps_s: dict[str, list[float]] = {}
-        """The CPU seconds of the steps that were timed, by kind of event."""
+        """Kind of event → CPU seconds of the timed steps."""
         self.steps: list[tuple[float, float, int]] = [(0.0, 0.0, 0)]
-        """The (time, $/h, GPUs) of the nodes that jobs are pinned to, at each change."""
+        """(time, $/h, GPUs) of the nodes that jobs are pinned to, after each change."""
         self.num_active = 0
-        """The number of jobs that are submitted and have not ended."""
+        """Jobs that are submitted and have not ended."""
         self.peaks: dict[str, int] = {}
-        """Pool → nodes held at once, at most."""
+        """Pool → the most nodes held at once."""
         self._held: dict[str, int] = {}
         self.told: dict[str, int] = {}
-        """The number of the core's notices of each kind."""
+        """Kind → number of the core's notices."""
 
     def stepped(self, event: Event, num_jobs: int, seconds: float) -> None:
         if isinstance(event, JobSubmitted | JobFinished):

@@ -1,8 +1,8 @@
-"""The result of a simulation: for each job, for each pool, and for the whole cluster.
+"""The result of a simulation for each job, each pool, and the whole cluster.
 
-An SLO is attained where the mean iteration over the job's life, from its first placement to its
-end, is at most `slo` times what it would be alone: every phase at its longest (`SimJob.solo_s`),
-and its state loaded once. Everything between counts: waits, switches, moves, crashes.
+A job meets its SLO if its mean iteration, from its first placement to its end, takes at most `slo`
+times as long as alone. Alone means every phase at its longest (`SimJob.solo_s`) and the state
+loaded once. Waits, switches, moves and crashes all count against the job.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from phaseloom.simulator.metering import JobMeter, Meter, NodeMeter, Span
 
 _HOUR_S = 3600.0
 _ROUNDING = 1e-9
-"""The relative error allowed for sums of the same seconds in another order."""
+"""Relative tolerance for sums of the same seconds in a different order."""
 
 
 class JobResult(msgspec.Struct, frozen=True):
     name: str
     outcome: str
-    """`done`, `rejected`, `failed`, or `open` where the simulation was stopped before."""
+    """`done`, `rejected`, `failed`, or `open` if the simulation was stopped earlier."""
     why: str
     slo: float
     solo_s: float
-    """The time of an iteration alone, at its longest."""
+    """Time of an iteration alone with every phase at its longest."""
     first_load_s: float
-    """The time to load the job's state once, which it needs alone too."""
+    """Time to load the job's state once, which the job needs even alone."""
     submitted_s: float
     placed_s: float
-    """When the job first had a place; -1: never."""
+    """When the job was first placed; -1: never."""
     ended_s: float
     """When the job ended; -1: not yet."""
     iterations: int
-    """The number of completed iterations; those that a failure threw back count once."""
+    """Completed iterations. One that is repeated after a failure counts once."""
     mean_iteration_s: float
-    """The time from the first placement to the last iteration's end, over the iterations; 0: there
-    are none."""
+    """Time from the first placement to the end of the last iteration, divided by the number of
+    iterations; 0 if there are none."""
     slowdown: float
-    """`mean_iteration_s` over the time that the same iterations, as drawn, would take alone."""
+    """`mean_iteration_s` relative to the time of the same draws alone."""
     within_slo: float
-    """The share of the job's single iterations within its SLO."""
+    """Share of the job's single iterations within its SLO."""
     wait_s: float
-    """The mean time of an operation from ready to begun, switches included."""
+    """Mean time of an operation from ready to started, including switches."""
     switches: int
-    """The number of switch-ins of the job's deployments that displaced another job."""
+    """Switch-ins of the job's deployments that displaced another deployment."""
     moves: int
     attempts: int
 
@@ -57,12 +57,12 @@ class JobResult(msgspec.Struct, frozen=True):
 
     @property
     def queueing_s(self) -> float:
-        """The time from submission to placement; -1: the job was never placed."""
+        """Time from submission to placement; -1 if the job was never placed."""
         return self.placed_s - self.submitted_s if self.placed_s >= 0 else -1.0
 
     @property
     def queueing_delay(self) -> float:
-        """Queueing over the time from placement to end; -1: the job was not placed, or is open."""
+        """Queueing relative to the time from placement to end; -1 if the job lacks either."""
         life_s = self.ended_s - self.placed_s
         return self.queueing_s / life_s if self.placed_s >= 0 and life_s > 0 else -1.0
 
@@ -71,7 +71,7 @@ class PoolResult(msgspec.Struct, frozen=True):
     """Sums over the nodes of a pool, in node-seconds."""
 
     held_s: float
-    """The time with a job pinned to the node."""
+    """Time with a job pinned to the node."""
     busy_s: float
     switch_s: float
     switches: int
@@ -83,7 +83,7 @@ class PoolResult(msgspec.Struct, frozen=True):
 
     @property
     def bubble_ratio(self) -> float:
-        """The share of the held time in which nothing ran: idle or switching."""
+        """Share of the held time in which no operation ran: idle or switching."""
         return 1.0 - self.utilisation if self.held_s else 0.0
 
 
@@ -91,41 +91,41 @@ class Result(msgspec.Struct, frozen=True):
     jobs: list[JobResult]
     pools: dict[str, PoolResult]
     start_s: float
-    """The time of the first arrival."""
+    """Time of the first arrival."""
     makespan_s: float
-    """The time from the first arrival to the last end."""
+    """Time from the first arrival to the last end."""
     cost: float
-    """The price of the nodes that jobs were pinned to, over time."""
+    """Price of the nodes, for the time that jobs were pinned to them."""
     peak_gpus: int
     switches: int
     moves: int
     operations: int
     events: int
-    """The number of entries of the decision log."""
+    """Number of entries of the decision log."""
     cost_steps: list[tuple[float, float, int]]
-    """The (time, $/h, GPUs held) at each change."""
+    """(time, $/h, GPUs held) after each change."""
     decisions: list[tuple[int, float]]
-    """The steps that placed or released a job, as (active jobs, seconds of CPU)."""
+    """(active jobs, CPU seconds) of each step that placed or released a job."""
     step_s: dict[str, list[float]]
-    """The CPU seconds of the core's steps that were timed, by kind of event."""
+    """Kind of event → CPU seconds of the timed steps of the core."""
     told: dict[str, int]
-    """The number of the scheduler's notices of each kind."""
+    """Kind → number of the scheduler's notices."""
     spans: list[Span] = []
-    """The times in which nodes ran or switched, where they were recorded."""
+    """Intervals in which nodes ran or switched, if they were recorded."""
 
     @property
     def cost_per_hour(self) -> float:
-        """The mean cost per hour over the makespan."""
+        """Mean cost per hour over the makespan."""
         return self.cost / self.makespan_s * _HOUR_S if self.makespan_s else 0.0
 
     @property
     def promised(self) -> list[JobResult]:
-        """The jobs with an SLO that ran to an end."""
+        """Jobs with an SLO that ended."""
         return [job for job in self.jobs if job.slo and job.outcome in ("done", "failed")]
 
     @property
     def slo_attainment(self) -> float:
-        """The share of the jobs with an SLO that ran and met it; 1 where there is none."""
+        """Share of the ended jobs with an SLO that met it; 1 if there are none."""
         promised = self.promised
         return (
             fmean(job.is_slo_met and job.outcome == "done" for job in promised) if promised else 1.0
@@ -133,7 +133,7 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def iterations_within_slo(self) -> float:
-        """The share of single iterations within the SLO, over all jobs with an SLO that ran."""
+        """Share of single iterations within the SLO, over the ended jobs with an SLO."""
         total = sum(job.iterations for job in self.promised)
         within = sum(job.within_slo * job.iterations for job in self.promised)
         return within / total if total else 1.0
@@ -146,21 +146,18 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def mean_wait_s(self) -> float:
-        """The mean time that an operation waits."""
+        """Mean over the jobs of the time that an operation waits."""
         waits = [job.wait_s for job in self.jobs if job.iterations]
         return fmean(waits) if waits else 0.0
 
     def decision_ms(self, share: float) -> float:
-        """A quantile of the decision latencies; 0: there were none."""
+        """Return a quantile of the decision latencies; 0 if there were none."""
         ordered = sorted(seconds for _, seconds in self.decisions)
         return 1e3 * ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 
 
 def summarise(meter: Meter, now_s: float, num_events: int) -> Result:
-    """The result of a simulation, from its measurements.
-
-    Args: now_s: when the simulation was stopped.
-    """
+    """Return the result of a simulation. Args: now_s: when the simulation was stopped."""
     for node in meter.nodes.values():
         _close(node, now_s)
     jobs = [_job(job) for job in meter.jobs.values()]

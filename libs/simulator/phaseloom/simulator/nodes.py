@@ -1,7 +1,7 @@
-"""Emulated nodes: the work of agents, ranks and state managers, and the time that it takes.
+"""Emulated nodes, which take the time of agents, ranks and state managers.
 
-A node has one device, which stands for all of its accelerators, unless a pool says otherwise. A
-node's answer comes later than the command that it answers, never within it.
+Unless its pool says otherwise, a node has one device, which stands for all of its accelerators. A
+node answers a command in a later action, never within the call.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ class PoolSpec(msgspec.Struct, frozen=True):
     pool: str
     num_nodes: int
     price_per_hour: float = 1.0
-    """The price of a node."""
+    """Price of one node."""
     host_bytes: int = _NOT_LIMITED
-    """The size of a node's host memory."""
+    """Host memory of a node."""
     num_gpus: int = 8
-    """The number of GPUs of a node, for the count of GPUs in results."""
+    """GPUs of a node, for the number of GPUs in results."""
     num_devices: int = 1
-    """The number of devices of a node."""
+    """Devices of a node."""
     units: int = 1
-    """The compute units of a device. Where it has several, states of several jobs stay on it, and
-    their operations may run side by side."""
+    """Compute units of a device. A device with several holds states of several jobs, whose
+    operations may run at the same time."""
     device_bytes: int = _NOT_LIMITED
-    """The size of a device's memory."""
+    """Memory of a device."""
 
 
 class Costs(msgspec.Struct, frozen=True):
-    """The times of work that is the same for all jobs."""
+    """Durations of work that is the same for all jobs."""
 
     stop_s: float = 0.0
-    """The time to kill the workers of a deployment."""
+    """Time to kill the workers of a deployment."""
     restart_s: float = 0.0
-    """The time from the death of workers until new ones start on the same node."""
+    """Time from the death of workers until new ones start on the same nodes."""
     seal_s: float = 0.0
     mirror_s: float = 0.0
-    """The time to copy the state of a deployment to another node, while it runs on."""
+    """Time to copy the state of a deployment to another node while it continues to run."""
 
 
 FREE = Costs()
@@ -66,26 +66,26 @@ class _Ranks:
     name: str
     job: SimJob
     label: str
-    """The job's key."""
+    """The job's key as text."""
     incarnation: int
     nodes: list[NodeId]
     applied: int
     start_s: float
-    """The time from the command until the processes are up."""
+    """Time from the command until the processes are up."""
     num_ranks: int
     epoch: int = 0
     open_s: dict[NodeId, float] = field(default_factory=dict)
-    """When the activation is open on each node."""
+    """Node → when the activation is open there."""
     running: dict[OperationKey, float] = field(default_factory=dict)
-    """When each operation that runs will end."""
+    """Running operation → when it ends."""
     is_alive: bool = True
 
 
 class Nodes:
     """All nodes of a cluster.
 
-    Args: duration_s: tells how long an operation takes alone, a replayed one too.
-          ran: told of each operation that is completed for the first time, and when it began.
+    Args: duration_s: returns the time that an operation, replayed or not, takes alone.
+          ran: called with each operation that completes for the first time, and its start.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class Nodes:
         self._costs = costs
         self._slowdowns = slowdowns
         self._company: dict[NodeId, Company] = {}
-        """Node → the operations that run on its device, where the device is shared in space."""
+        """Node → the running operations of its device, for devices that are shared in space."""
         self._ranks: dict[DeploymentKey, _Ranks] = {}
-        """The newest incarnation of each deployment, whether or not it has ended."""
+        """The newest incarnation of each deployment, alive or not."""
         self._up: dict[NodeId, events.NodeUp] = {}
         self.completed: set[OperationKey] = set()
-        """The operations whose outcome is stored."""
+        """Operations with a stored outcome."""
         self._obey: dict[type[commands.Command], Callable[..., None]] = {
             commands.StartWpg: self._start,
             commands.StopWpg: self._stop,
@@ -152,7 +152,7 @@ class Nodes:
                 self._agenda.after(0.0, self._append, up)
 
     def lose(self, node: NodeId, reason: str) -> None:
-        """Kill every process on a node; a WPG over several nodes dies whole."""
+        """Kill every process on a node. A WPG that spans several nodes dies on all of them."""
         up = self._up[node]
         for ranks in self._ranks.values():
             if node in ranks.nodes:
@@ -178,13 +178,13 @@ class Nodes:
     # --- commands -------------------------------------------------------------------------------
 
     def obey(self, command: commands.Command) -> None:
-        """Obey a command. A command without a handler takes no time and has no answer."""
+        """Carry out a command. A command without a handler takes no time and has no answer."""
         obey = self._obey.get(type(command))
         if obey is not None:
             obey(command)
 
     def _start(self, command: commands.StartWpg) -> None:
-        """Start a WPG on one of its nodes; each node gets a command of its own, and answers it."""
+        """Start a WPG on one of its nodes. Each node receives and answers its own command."""
         ranks = self._ranks.get(command.deployment)
         if ranks is None or ranks.incarnation < command.incarnation:
             ranks = self._begin_incarnation(command, ranks)
@@ -276,7 +276,7 @@ class Nodes:
             return
         bulk_s = duration_s - tail_s
         if command.ranks:
-            # The same samples on fewer devices, as if each were busy with what it has.
+            # Fewer devices share the same samples, so each takes proportionally longer.
             bulk_s *= ranks.num_ranks / len(command.ranks)
         end_s = start_s + bulk_s + tail_s
         ranks.running[command.operation] = end_s
@@ -285,7 +285,7 @@ class Nodes:
         self._agenda.at(end_s, self._finish, ranks, command, start_s)
 
     def _begin(self, ranks: _Ranks, command: commands.Permit) -> None:
-        """Begin an operation on a device that is shared in space."""
+        """Start an operation on a device that is shared in space."""
         if not ranks.is_alive or command.operation not in ranks.running:
             return
         company = self._company[command.node]
@@ -354,7 +354,7 @@ class Nodes:
         self._agenda.after(self._costs.mirror_s, self._append, done)
 
     def _cancel(self, command: commands.CancelOperation) -> None:
-        """Stop a reading operation at once, where it runs."""
+        """Stop a reading operation at once if it is running."""
         ranks = self._ranks.get(command.operation.deployment_key)
         if ranks is None or ranks.running.pop(command.operation, None) is None:
             return

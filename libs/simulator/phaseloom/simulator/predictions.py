@@ -1,17 +1,16 @@
-"""How well starts and durations are predicted: a recorded decision log, folded once more.
+"""Errors of predicted starts and durations, from folding a recorded decision log again.
 
-For each operation that waits for a device, `explain` is asked as soon as the operation is ready, as
-if its controller had asked then. What it predicts is compared with the start that the log tells
-later. Nothing is recorded for this: the scheduler is a fold over the log, so the answer is the one
-that the live scheduler would have given.
+For each operation that waits for a device, this module calls `explain` when the operation becomes
+ready, and compares the predicted start with the start in the log. Runs record nothing extra for
+this. The scheduler is a fold over the log, so the answer is the one that the live scheduler would
+have given.
 
-The error is the difference between the predicted wait and the real one, as a share of the real one.
-Waits below `LEAST_S` are left out: they are the latency of the bus and of processes, of which the
-scheduler knows nothing, and their relative errors say nothing.
+The error of a start is the difference between the predicted and the real wait, divided by the real
+one. Waits below `LEAST_S` are ignored: they are latencies of the bus and of processes, which the
+scheduler does not know.
 
-A duration is predicted as the scheduler's decisions do it: by the newest phase trace before the
-operation's end. Those of kinds that are not measured yet are left out, and those below
-`LEAST_DURATION_S`.
+The predicted duration is the estimate of the newest phase trace before the operation ended. Kinds
+without an estimate and operations below `LEAST_DURATION_S` are ignored.
 """
 
 from __future__ import annotations
@@ -30,57 +29,58 @@ from phaseloom.scheduler.core.state.step import Step
 from phaseloom.simulator.tracing import quantile
 
 LEAST_S = 0.05
-"""The shortest wait that counts."""
+"""Shortest wait that counts."""
 LEAST_DURATION_S = 0.01
-"""The shortest duration that counts."""
+"""Shortest duration that counts."""
 
 Entry = tuple[int, float, events.Event]
-"""An entry of the decision log: its sequence, the time at which the log took it, the event."""
+"""An entry of the decision log: its sequence, the time at which the log stored it, the event."""
 
 
 class Prediction(NamedTuple):
-    """A prediction for one operation, made when it was ready, and the time that came true."""
+    """A prediction for one operation, made when it became ready, and its real wait."""
 
     operation: str
     kind: str
     predicted_s: float
     """The predicted wait."""
     waited_s: float
-    """The time from when it was ready until it started."""
+    """Time from ready until started."""
 
     @property
     def error(self) -> float:
-        """The difference as a share of the wait."""
+        """Difference relative to the real wait."""
         return abs(self.predicted_s - self.waited_s) / self.waited_s
 
 
 class PredictedStarts(msgspec.Struct, frozen=True):
-    """The errors of the predicted starts of a run, over the operations that waited for a device."""
+    """Errors of the predicted starts of a run, over the operations that waited for a device."""
 
     operations: int
-    """The operations that waited for at least 50 ms."""
+    """Operations that waited for at least 50 ms."""
     error_p50: float | None
-    """The median of |predicted − real wait| / real wait; None where no operation waited."""
+    """Median of |predicted − real wait| / real wait; None if no operation waited."""
     error_p90: float | None
     error_seconds_p50: float | None
-    """The median of |predicted − real wait|, in seconds."""
+    """Median of |predicted − real wait|, in seconds."""
     error_seconds_p90: float | None
     bias_seconds: float | None
-    """The mean of predicted − real wait, in seconds: below 0, operations start later than told."""
+    """Mean of predicted − real wait, in seconds. Negative: operations start later than
+    predicted."""
 
 
 class PredictedDurations(msgspec.Struct, frozen=True):
-    """The errors of the predicted durations of a run's operations."""
+    """Errors of the predicted durations of a run's operations."""
 
     operations: int
-    """The operations of at least 10 ms whose kind had been measured."""
+    """Operations of at least 10 ms whose kind had an estimate."""
     error_p50: float | None
-    """The median of |predicted − real duration| / real duration; None where there were none."""
+    """Median of |predicted − real duration| / real duration; None if there were no operations."""
     error_p90: float | None
 
 
 def durations(entries: Iterable[Entry]) -> PredictedDurations:
-    """The errors of the predicted durations of all operations that completed.
+    """Return the errors of the predicted durations of all completed operations.
 
     Args: entries: the log from its first entry on.
     """
@@ -103,7 +103,7 @@ def durations(entries: Iterable[Entry]) -> PredictedDurations:
 
 
 def predictions(entries: Iterable[Entry]) -> list[Prediction]:
-    """The predictions for all operations that had to wait for a device, however short.
+    """Return the predictions for all operations that waited for a device, however briefly.
 
     Args: entries: the log from its first entry on.
     """
@@ -123,7 +123,7 @@ def predictions(entries: Iterable[Entry]) -> list[Prediction]:
 
 
 def _ask(step: Step, predicted: dict[OperationKey, tuple[float, float]]) -> None:
-    """Ask for a prediction of each operation that is ready, and was not before."""
+    """Add a prediction for each operation that has become ready."""
     for deployment in step.state.deployments.values():
         for op in ready.operations(step, deployment):
             if op.key not in predicted:
@@ -132,7 +132,7 @@ def _ask(step: Step, predicted: dict[OperationKey, tuple[float, float]]) -> None
 
 
 def accuracy(found: Iterable[Prediction]) -> PredictedStarts:
-    """The quantiles of the errors of all operations that waited for `LEAST_S` or longer."""
+    """Return quantiles of the errors of all operations that waited for `LEAST_S` or longer."""
     waited = [p for p in found if p.waited_s >= LEAST_S]
     if not waited:
         return PredictedStarts(0, None, None, None, None, None)

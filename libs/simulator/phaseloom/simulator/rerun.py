@@ -1,21 +1,21 @@
-"""A recorded run of jobs that took turns, run again from a moment on under a multiplexing policy.
+"""Predict how long a recorded run of jobs in turns would take under a multiplexing policy.
 
-The recorded log is folded up to that moment. From there on the scheduler's own core goes on under
-the other policy, among emulated devices and controllers. So what runs beside what is decided as on
-the mesh, and only times are predicted:
+The recorded log is folded up to the start of a window. From there the scheduler's own core
+continues under the other policy, with emulated devices and controllers. So the scheduler decides as
+on the mesh which operations run together, and only times are predicted:
 
-- An operation takes as long as it did in the recorded run, where it had its device to itself, times
-  the slowdown that a table has for its share and for what runs beside it.
-- A controller queues an operation so long after the newest outcome of its job as it did then. This
-  time is the controller's own work, or its tools'.
-- A command and an outcome travel for as long as they did then, at the median. A switch-in takes as
-  long as those of the same deployment did then, at the median.
-- A rank gives units up at once while it decodes or has not begun, else when its operation has
-  ended.
+- An operation takes its recorded time, when it had the device to itself, times the slowdown that a
+  table has for its share and its neighbours.
+- A controller queues an operation as long after the newest outcome of its job as in the recorded
+  run. This is the time of the controller's own work or of its tools.
+- Commands and outcomes travel for their recorded median time. A switch-in takes the recorded median
+  time of the same deployment.
+- A rank releases units at once while it decodes or has not started, otherwise when its operation
+  ends.
 
-Services, controllers and seals need cores too; that they slow operations down is not modelled.
+Services, controllers and seals also need cores. Their effect on operations is not modelled.
 
-`phaseloom demo --spatial` compares each of its runs with what is predicted from the one by turns.
+`phaseloom demo --spatial` compares each of its runs with the prediction from its run in turns.
 Cost: two folds of the log.
 """
 
@@ -44,9 +44,9 @@ from phaseloom.simulator.metering import Meter
 from phaseloom.simulator.predictions import Entry
 
 Window = tuple[float, float]
-"""The operations that were queued between these times are run again; seconds of the log's clock."""
+"""The operations that were queued between these two times run again; seconds of the log's clock."""
 LONGEST = 10.0
-"""How many times as long as the recorded run what is predicted may take; beyond it is an error."""
+"""Largest allowed ratio of the predicted to the recorded time. A longer prediction is an error."""
 
 K = TypeVar("K")
 Times = dict[K, list[float]]
@@ -55,13 +55,13 @@ Times = dict[K, list[float]]
 def makespan_s(
     entries: Sequence[Entry], window: Window, multiplexing: str, table: SlowdownTable
 ) -> float:
-    """The time from the window's start until the last of its operations would have had an outcome.
+    """Return the time from the window's start to the last predicted outcome of its operations.
 
-    Args:   entries: the log from its first entry on, of a run in which nothing ran beside anything.
-            multiplexing: the policy; it decides by the table that the run's scheduler had.
-            table: how much slower operations are in truth.
-    Raises: ValueError: no operation that was queued in the window has ended, or not all of them
-            would have in `LONGEST` times the window.
+    Args:   entries: the log, from its first entry, of a run in which no operations ran together.
+            multiplexing: the policy, which decides by the table of the recorded run's scheduler.
+            table: the real slowdowns.
+    Raises: ValueError: no operation that was queued in the window has ended, or some would not end
+            within `LONGEST` times the window.
     """
     recorded = _read(entries, window)
     agenda, core = Agenda(window[0]), Core.restore(recorded.snapshot)
@@ -81,27 +81,27 @@ def makespan_s(
 
 @dataclass
 class _Recorded:
-    """The times in a recorded run, and the scheduler's state where its window begins."""
+    """The times of a recorded run, and the scheduler's state at the start of its window."""
 
     snapshot: bytes = b""
     queued: set[OperationKey] = field(default_factory=set)
-    """The operations that are run again."""
+    """The operations that run again."""
     finished: dict[OperationKey, events.OperationFinished] = field(default_factory=dict)
     follows: dict[OperationKey | None, list[tuple[float, events.Event]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """Operation → the events that came after its outcome, with the seconds in between. None → the
-    events that came before any outcome of their job, or answer a command from before the window,
+    """Operation → the events that followed its outcome, each with the delay in seconds. None → the
+    events before any outcome of their job, and answers to commands from before the window, each
     with the seconds since the window's start."""
     commands_s: list[float] = field(default_factory=list)
-    """From each permit until its operation began."""
+    """Times from a permit to the start of its operation."""
     outcomes_s: list[float] = field(default_factory=list)
-    """From the end of each operation until its outcome was in the log."""
+    """Times from the end of an operation to the entry of its outcome in the log."""
     switches_s: Times[tuple[DeploymentKey, bool]] = field(default_factory=lambda: defaultdict(list))
-    """The times of a deployment's switch-ins, those that displaced another one apart."""
+    """(deployment, whether it displaced another) → the times of its switch-ins."""
 
     def knows(self, event: events.Event) -> bool:
-        """Whether it is known how long what an event brings takes."""
+        """Whether the duration of the operation that an event queues is known."""
         return not isinstance(event, events.QueuedOperation) or event.key in self.finished
 
 
@@ -119,8 +119,7 @@ def _read(entries: Sequence[Entry], window: Window) -> _Recorded:
 
 
 class _Reader:
-    """A fold of a recorded log, with a scheduler's core beside it that tells which commands it sent
-    when."""
+    """Folds a recorded log. Its own scheduler core tells which commands were sent when."""
 
     def __init__(self, window: Window) -> None:
         self.recorded = _Recorded()
@@ -128,11 +127,11 @@ class _Reader:
         self._core = Core()
         self._now_s = 0.0
         self._first = 0
-        """The sequence of the window's first entry; 0: it is to come."""
+        """Sequence of the window's first entry; 0 before it."""
         self._sent_s: dict[OperationKey | tuple[DeploymentKey, int], float] = {}
-        """When each permit was given, and each seal asked for."""
+        """When each permit and each request for a seal was sent."""
         self._newest: dict[JobKey, tuple[OperationKey, float]] = {}
-        """The newest outcome of each job within the window, and when it came."""
+        """Job → its newest outcome within the window, and the time of it."""
 
     def step(self, sequence: int, time_s: float, event: events.Event) -> None:
         self._now_s = time_s
@@ -181,7 +180,7 @@ class _Reader:
         return self._sent_s.get(command, self._begin_s) < self._begin_s
 
     def _answer(self, part: events.Event, *, is_older: bool) -> None:
-        """Keep an answer that comes within the window, to a command from before it."""
+        """Record an answer within the window to a command from before it."""
         if self._first and is_older:
             self.recorded.follows[None].append((self._now_s - self._begin_s, part))
 
@@ -190,19 +189,19 @@ class _Reader:
         self.recorded.follows[after].append((self._now_s - since_s, part))
 
 
-# --- its devices and controllers, emulated --------------------------------------------------------
+# --- emulated devices and controllers -------------------------------------------------------------
 
 
 class _Devices:
-    """The devices and controllers that a scheduler talks to, emulated from the window on."""
+    """The devices and controllers that the scheduler talks to from the window's start."""
 
     def __init__(
         self, agenda: Agenda, engine: Engine, recorded: _Recorded, table: SlowdownTable
     ) -> None:
         self.open = set(recorded.queued)
-        """The operations without an outcome."""
+        """Operations without an outcome."""
         self.ended_s = 0.0
-        """When the newest outcome came."""
+        """Time of the newest outcome."""
         self._agenda = agenda
         self._append = engine.append
         self._state = engine.core.state
@@ -211,13 +210,13 @@ class _Devices:
         self._outcome_s = median(recorded.outcomes_s)
         self._table = table
         self._companies: dict[tuple[NodeId, int], Company] = {}
-        """Device → what runs on it."""
+        """Device → its running operations."""
         self._told: dict[DeploymentKey, tuple[CommandId, int]] = {}
-        """The newest command that has told a deployment its units, and how many they are."""
+        """Deployment → its newest command about units, and their number."""
         self._asked: dict[DeploymentKey, list[commands.AdjustClaims]] = defaultdict(list)
-        """Those that take units away and wait for a boundary."""
+        """Commands that take units away and wait for the deployment's next boundary."""
         self._open_s: dict[DeploymentKey, float] = {}
-        """When the newest activation is open."""
+        """Deployment → when its newest activation is open."""
         self._follow(None)
 
     @property
@@ -298,7 +297,7 @@ class _Devices:
     # --- shares ---------------------------------------------------------------------------------
 
     def _tell(self, key: DeploymentKey, command: CommandId, units: Sequence[int]) -> None:
-        """Note the units that a deployment is to use; of several commands the newest one counts."""
+        """Record the number of units of a deployment. The newest command wins."""
         newest = self._told.get(key)
         if newest is None or command >= newest[0]:
             self._told[key] = command, len(units) or self._num_units(key)
@@ -313,26 +312,26 @@ class _Devices:
             self._reach_boundary(key)
 
     def _reach_boundary(self, key: DeploymentKey) -> None:
-        """Use the units that a deployment was told, and say so where it was asked for some."""
+        """Apply the newest number of units, and acknowledge the commands that took units away."""
         self._company_of(key).give(str(key), self._told[key][1])
         for asked in self._asked.pop(key, []):
             taken = events.ClaimsAdjusted(key, asked.incarnation, asked.node, asked.id)
             self._agenda.after(self._outcome_s, self._append, taken)
 
     def _company_of(self, key: DeploymentKey) -> Company:
-        """The operations on the device of a deployment's first rank."""
+        """The running operations on the device of the deployment's first rank."""
         place = self._state.deployments[str(key)].places[0]
         if place not in self._companies:
             self._companies[place] = Company(self._agenda, self._num_units(key), self._table)
         return self._companies[place]
 
     def _num_units(self, key: DeploymentKey) -> int:
-        """The units of the device of a deployment's first rank."""
+        """Units of the device of the deployment's first rank."""
         node, device = self._state.deployments[str(key)].places[0]
         return self._state.nodes[node].devices[device].units
 
     def _most_units(self, key: DeploymentKey) -> int:
-        """The most units that a deployment's runtime keeps busy; 0: all that there are."""
+        """The most units that the deployment's runtime can keep busy; 0: all of them."""
         deployment = self._state.deployments[str(key)]
         node, _ = deployment.places[0]
         known = self._state.cluster.hosts[node].backends.get(deployment.spec.backend)

@@ -1,4 +1,4 @@
-"""The tables of slowdowns that come with the simulator; each says where its numbers are from."""
+"""The tables of slowdowns that come with the simulator. Each file names its source."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pathlib import Path
 
 _DATA = Path(__file__).parent / "data"
 PAPER_TABLE = _DATA / "slowdowns_paper.json"
-"""A GPU's, after JigsawRL."""
+"""Slowdowns on a GPU, after JigsawRL."""
 TWO_CORES_TABLE = _DATA / "slowdowns_two_cores.json"
-"""An emulated device's of two cores, as `phaseloom measure-slowdown` has measured it."""
+"""Slowdowns on an emulated device of two cores, measured by `phaseloom measure-slowdown`."""

@@ -1,7 +1,7 @@
-"""Phase traces of simulated jobs, as a profiler would find them in the log.
+"""Phase traces of simulated jobs, as the profiler would publish them.
 
-The first trace comes after one whole iteration, the next ones when the figures have changed. They
-are few, since the scheduler folds each. Periods are net of waiting and switches.
+The first trace follows the first iteration; later ones follow changes of the figures. Traces are
+few, because the scheduler folds each of them. Periods exclude waits and switches.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from phaseloom.common.contract.events import KindEstimate, PhaseTrace
 from phaseloom.simulator.jobs import SimJob, cycle_of, deployment_of, period_s
 
 _RECENT = 16
-"""The number of samples that a median is taken over."""
+"""Samples in a median."""
 _MIN_CHANGE = 0.1
-"""The relative change of a period that makes a new trace worth telling."""
+"""Relative change of the period that triggers a new trace."""
 _EVERY = 8
-"""The number of iterations between two looks; the second and the fourth are looked at too."""
+"""Iterations between two checks for changes. The second and the fourth are checked, too."""
 
 
 class Tracer:
@@ -30,18 +30,18 @@ class Tracer:
         self._durations_s = [deque[float](maxlen=_RECENT) for _ in job.phases]
         self._gaps_s = [deque[float](maxlen=_RECENT) for _ in job.phases]
         self._left: dict[str, tuple[int, float]] = {}
-        """The phase that ended last on each pool where none is open, and when it ended."""
+        """Pool without a running phase → its newest phase and when that ended."""
         self._count = 0
         self._told: PhaseTrace | None = None
 
     def declared(self) -> PhaseTrace:
-        """The trace of a job whose cycle is known at submission, from an earlier run."""
+        """Return the trace of a job that declares its cycle at submission."""
         usual_s = [phase.mean_s for phase in self._job.phases]
         self._told = self._trace(usual_s, period_s(self._job, usual_s), 0.0)
         return self._told
 
     def began(self, phase: int, now_s: float) -> None:
-        """Note that a phase's operation is ready."""
+        """Record that a phase's operation is ready."""
         left = self._left.pop(self._job.phases[phase].pool, None)
         if left is not None:
             self._gaps_s[left[0]].append(now_s - left[1])
@@ -50,7 +50,7 @@ class Tracer:
         self._left[self._job.phases[phase].pool] = (phase, now_s)
 
     def completed(self, durations_s: list[float]) -> PhaseTrace | None:
-        """Note that an iteration is over; a trace, where it says something new."""
+        """Record the end of an iteration, and return a trace if the figures have changed."""
         for known, duration_s in zip(self._durations_s, durations_s, strict=True):
             known.append(duration_s)
         self._count += 1
@@ -101,12 +101,12 @@ class Tracer:
 
 
 def quantile(ordered: list[float], share: float) -> float:
-    """The value below which a share of these lies. Args: ordered: at least one, in order."""
+    """Return a quantile. Args: ordered: at least one value, in ascending order."""
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
 def _gap_alone_s(job: SimJob, index: int) -> float:
-    """The time from the end of a phase until its pool is needed again, where the job runs alone."""
+    """Time from the end of a phase until a job that runs alone needs its pool again."""
     count, pool = len(job.phases), job.phases[index].pool
     gap_s = 0.0
     for step in range(1, count + 1):

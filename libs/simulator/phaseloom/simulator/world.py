@@ -1,7 +1,7 @@
-"""Everything that a scheduler's shell talks to, emulated: nodes, ranks, controllers, faults.
+"""The emulated surroundings of a scheduler's shell: nodes, ranks, controllers, faults.
 
-The world obeys the core's outputs and appends events. It does not know who folds the events: the
-simulator's engine does so at once, a live shell when its log has them.
+The world carries out the core's outputs and appends events. It does not know who folds the events:
+the simulator's engine folds them at once, a live shell when its log contains them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phaseloom.simulator.nodes import FREE, Costs, Nodes, PoolSpec
 
 
 class NodeFault(msgspec.Struct, frozen=True, tag=True):
-    """A node dies with all that runs on it, and comes back empty."""
+    """A node dies with all of its processes and returns empty."""
 
     node: str
     at_s: float
@@ -32,7 +32,7 @@ class NodeFault(msgspec.Struct, frozen=True, tag=True):
 
 
 class Crash(msgspec.Struct, frozen=True, tag=True):
-    """A job's controller gives up, and submits the job again, from its checkpoint."""
+    """A job's controller fails the job and submits it again from its checkpoint."""
 
     job: str
     at_s: float
@@ -40,7 +40,7 @@ class Crash(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkersDie(msgspec.Struct, frozen=True, tag=True):
-    """The workers of one deployment die, while their nodes stay up."""
+    """The workers of one deployment die while their nodes stay up."""
 
     deployment: DeploymentKey
     at_s: float
@@ -52,9 +52,9 @@ Fault = NodeFault | Crash | WorkersDie
 class World:
     """The emulated surroundings of a scheduler.
 
-    Args: append: takes an event for the decision log, in order.
-          slowdowns: how much slower operations are side by side, on devices of several units; None:
-                     they are not.
+    Args: append: called with each event for the decision log, in order.
+          slowdowns: the slowdowns of operations that share a device of several units; None: there
+                     are none.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class World:
         for fault in faults:
             agenda.at(fault.at_s, self._strike, fault)
         self._open = len(jobs)
-        """The number of jobs that have not ended for good."""
+        """Number of jobs that have not ended."""
 
     @property
     def is_over(self) -> bool:
@@ -146,12 +146,12 @@ class World:
         self._open -= controller.has_ended and not had_ended
 
     def _ended_unrun(self, key: OperationKey) -> None:
-        """Tell a controller that it cannot go on: the scheduler wrote its operation's outcome."""
+        """Report an operation that ended without running to its controller."""
         if key not in self._nodes.completed:
             self._controller(key).lost()
 
     def _settle(self, output: outputs.SettleCompletion) -> None:
-        """Settle an operation by its stored outcome or, where there is none, by the given one."""
+        """Settle an operation by its stored outcome, or else by the given one."""
         is_stored = output.key in self._nodes.completed
         outcome = Outcome.COMPLETED if is_stored else output.completion.outcome
         error = None if is_stored else output.completion.error

@@ -27,19 +27,19 @@ class Case:
 
 
 Advance = Callable[[str, int, int], None]
-"""Called with the name of the run that has just ended, or the progress of a long one, the number of
-ended runs, and the number of all; it draws the progress bar."""
+"""Draws the progress bar. Arguments: the run that ended, or the progress of a long one; the
+number of ended runs; the number of all runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The choices of the command line; an empty one leaves the scenario's own."""
+    """The choices of the command line. An empty one selects the default."""
 
     policies: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()
     workload: Path | None = None
     processes: int = 0
-    """The number of runs at once; 0: one on each core."""
+    """Number of runs at once; 0: one on each core."""
     advance: Advance = lambda what, done, total: None
 
     def check(self) -> None:
@@ -52,7 +52,7 @@ class Options:
             )
 
     def policies_of(self, known: Iterable[str]) -> tuple[str, ...]:
-        """The policies that were asked for; all of them where none was.
+        """Return the requested policies, or all known ones if none was requested.
 
         Raises: CallerError: a policy is not known.
         """
@@ -67,7 +67,7 @@ class Options:
         return self.policies or known
 
     def run_cases(self, cases: Sequence[Case]) -> list[Any]:
-        """Run all cases; their results are in the order of the cases."""
+        """Run all cases and return their results in the order of the cases."""
         processes = self.processes or os.cpu_count() or 1
         results: dict[int, Any] = {}
 
@@ -83,13 +83,13 @@ class Options:
 # --- processes -----------------------------------------------------------------------------------
 
 _TELL_S = 5.0
-"""Seconds between two messages of a long run about its progress."""
+"""Shortest time between two progress reports of a long run."""
 
 
 class Telling:
-    """Reports the progress of a run, at most once in `_TELL_S`: there may be thousands of calls.
+    """Reports the progress of a run, at most once every `_TELL_S`, however often it is called.
 
-    The caller of `Options.run_cases` gets the reports, also those of other processes.
+    Reports from worker processes reach the caller of `Options.run_cases`, too.
     """
 
     told: ClassVar[Callable[[str], None]] = staticmethod(lambda what: None)
@@ -113,7 +113,7 @@ def _results(
         for index, case in enumerate(cases):
             yield index, case.run(*case.arguments)
         return
-    # Processes are spawned, since a fork of a process with threads may hang.
+    # Spawn instead of fork: a fork of a process with threads may hang.
     context = multiprocessing.get_context("spawn")
     with (
         _heard(context.SimpleQueue(), told) as put,
@@ -131,7 +131,7 @@ def _results(
 
 
 def _begin(told: Callable[[str], None], parent_pid: int = 0) -> None:
-    """Begin in this process. Args: parent_pid: the process that this one ends with; 0: none."""
+    """Prepare this process. Args: parent_pid: end when this process ends; 0: never."""
     Telling.told = staticmethod(told)
     if parent_pid:
         diewithparent.arm(parent_pid)
@@ -139,7 +139,7 @@ def _begin(told: Callable[[str], None], parent_pid: int = 0) -> None:
 
 @contextmanager
 def _heard(queue: Any, told: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
-    """A function with which other processes call `told` here."""
+    """Yield a function through which worker processes call `told` in this process."""
 
     def hear() -> None:
         while (what := queue.get()) is not None:
@@ -148,6 +148,6 @@ def _heard(queue: Any, told: Callable[[str], None]) -> Iterator[Callable[[str], 
     hearing = Thread(target=hear, daemon=True)
     hearing.start()
     yield queue.put
-    # After a failure the thread is left waiting: a process that was ended may hold the queue.
+    # Not in a finally: after a failure a killed process may hold the queue's lock forever.
     queue.put(None)
     hearing.join()

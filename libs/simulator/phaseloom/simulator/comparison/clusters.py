@@ -19,23 +19,23 @@ from phaseloom.simulator.metrics import Result
 from phaseloom.simulator.nodes import PoolSpec
 
 PRICES = {ROLLOUT: 14.80, TRAIN: 42.24}
-"""The dollars an hour of a node of eight GPUs: H20 at 1.85, H800 at 5.28 (WEAVE Table 1)."""
+"""Dollars per hour of a node of eight GPUs: H20 at 1.85, H800 at 5.28 (WEAVE Table 1)."""
 HOST_BYTES = 2 * 10**12
-"""The host memory of a node (WEAVE Table 1)."""
+"""Host memory of a node (WEAVE Table 1)."""
 
 
 class Switching(msgspec.Struct, frozen=True):
-    """The times of switches and moves, in seconds."""
+    """Durations of switches and moves."""
 
     phase_s: float = 0.0
-    """The time of a switch on a node: offload and load together."""
+    """Time of a switch on a node: offload plus load."""
     move_s: float = 0.0
-    """The time to stop a job on its nodes and go on with it elsewhere."""
+    """Time to stop a job on its nodes and resume it on others."""
 
 
 SWITCHING = Switching(phase_s=5.0, move_s=308.0)
-"""The cost of switching. A switch of a phase takes 2 s in WEAVE Table 4 and 2.5 to 9 s in llm-d's
-recording; a move takes 197 to 419 s (WEAVE §6.6)."""
+"""Typical times. A switch takes 2 s in WEAVE Table 4 and 2.5 to 9 s in a recording of llm-d; a move
+takes 197 to 419 s (WEAVE §6.6)."""
 
 
 def config(placement: str, ordering: str, **settings: float) -> SchedulerConfig:
@@ -60,7 +60,7 @@ def config(placement: str, ordering: str, **settings: float) -> SchedulerConfig:
 
 
 def pools(rollout: int, train: int) -> list[PoolSpec]:
-    """Pools with so many nodes each."""
+    """Return a pool of rollout nodes and one of train nodes."""
     return [
         PoolSpec(ROLLOUT, rollout, PRICES[ROLLOUT], HOST_BYTES),
         PoolSpec(TRAIN, train, PRICES[TRAIN], HOST_BYTES),
@@ -68,7 +68,7 @@ def pools(rollout: int, train: int) -> list[PoolSpec]:
 
 
 def ample(jobs: Sequence[SimJob]) -> list[PoolSpec]:
-    """Pools with so many nodes that every job could have its own: provisioning never waits."""
+    """Return pools with enough nodes for every job to have its own, so that no job must wait."""
     return pools(*(sum(job.take(pool).num_nodes for job in jobs) for pool in (ROLLOUT, TRAIN)))
 
 
@@ -79,7 +79,7 @@ def run(
     seed: int,
     **options: Any,
 ) -> tuple[Result, float]:
-    """Simulate a workload; the result, and the seconds of one core that it took."""
+    """Simulate a workload. Returns: the result, and the CPU seconds that the run took."""
     with _no_collections():
         began_s = time.thread_time()
         result = simulate(jobs, nodes, settings, seed=seed, **options)
@@ -88,9 +88,9 @@ def run(
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Turn off the garbage collector while the block lasts.
+    """Turn off the garbage collector inside the block.
 
-    A run makes millions of objects and hardly any cycles; looking for them takes a seventh of its
+    A run creates millions of objects and hardly any cycles. Collection would take a seventh of its
     time.
     """
     was_enabled = gc.isenabled()
@@ -105,7 +105,7 @@ def _no_collections() -> Iterator[None]:
 def record_of(
     result: Result, wall_s: float, *, policy: str, seed: int, workload: str = ""
 ) -> Record:
-    """The record that every scenario of whole clusters reports."""
+    """Return the record of one run of a whole cluster."""
     held_s = sum(pool.held_s for pool in result.pools.values())
     busy_s = sum(pool.busy_s for pool in result.pools.values())
     queueing = [job.queueing_delay for job in result.jobs if job.queueing_delay >= 0]
@@ -132,7 +132,7 @@ def record_of(
 
 
 def with_switching(jobs: Sequence[SimJob], switching: Switching) -> list[SimJob]:
-    """The jobs of a table, with the times of switches and moves."""
+    """Return the jobs with these times of switches and moves."""
     half_s = switching.phase_s / 2
     return [
         replace(
@@ -148,6 +148,6 @@ def with_switching(jobs: Sequence[SimJob], switching: Switching) -> list[SimJob]
 
 
 def planned_switch_s(jobs: Sequence[SimJob]) -> float:
-    """The time in which a phase of the largest job leaves and another one comes."""
+    """Return the longest switch: the longest offload plus the longest load of any job."""
     takes = [take for job in jobs for take in job.takes.values()]
     return max(take.offload_s for take in takes) + max(take.load_s for take in takes)

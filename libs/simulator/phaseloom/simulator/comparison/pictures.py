@@ -1,4 +1,4 @@
-"""Pictures of a comparison. matplotlib is imported when one is drawn, with the Agg canvas.
+"""Pictures of a comparison. Drawing one imports matplotlib with the Agg canvas.
 
 Colours are those of the Okabe-Ito palette, which colour-blind readers can tell apart too.
 """
@@ -34,8 +34,7 @@ DOTS_PER_INCH = 130
 def canvas(
     path: Path, num_panels: int, *, width: float = 5.0, height: float = 3.6, across: bool = True
 ) -> Iterator[list[Axes]]:
-    """Panels beside (or above) one another to draw on; they are saved to `path` at the end of the
-    block.
+    """Yield panels, side by side or stacked, and save them to `path` at the end of the block.
 
     Raises: CallerError: matplotlib is not installed.
     """
@@ -58,7 +57,7 @@ def canvas(
 
 
 def bars(axes: Axes, records: Sequence[Record], name: str, title: str, *, aim: float = 0.0) -> None:
-    """Draw a bar for each policy, grouped by workload: the mean over seeds, with their range.
+    """Draw a bar for each policy, grouped by workload: the mean and the range over seeds.
 
     Args: aim: the height of a dashed line; 0: there is none.
     """
@@ -95,5 +94,5 @@ def bars(axes: Axes, records: Sequence[Record], name: str, title: str, *, aim: f
 
 
 def legend(axes: Axes, *args: Any) -> None:
-    """Draw the legend beside the panel, where it hides nothing."""
+    """Draw the legend to the right of the panel, so that it covers no data."""
     axes.legend(*args, fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -1,4 +1,4 @@
-"""The report of a scenario: records, targets, a table, a JSON file."""
+"""The report of a comparison: records, targets, a table, a JSON file."""
 
 from __future__ import annotations
 
@@ -19,41 +19,40 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     workload: str = ""
     jobs: int | None = None
     cost_per_hour: float | None = None
-    """The mean cost of the nodes that belong to a group over the window, in dollars."""
+    """Mean cost of the nodes that belong to a group, in dollars."""
     cost_over_optimal: float | None = None
-    """The cost over that of the cheapest strict round robin of the jobs present, regrouped for
-    nothing at every arrival and departure; where that was not found, over a proven lower bound."""
+    """Cost relative to the cheapest strict round robin of the jobs present, regrouped for free at
+    every arrival and departure. If the search did not find it, relative to a proven lower bound."""
     optimal_gap: float | None = None
-    """The most that a ratio to a bound can be too high, relative to itself; None: it is exact."""
+    """Largest relative error of a ratio to a lower bound; None: the ratio is exact."""
     slo_attainment: float | None = None
-    """The share of jobs whose mean iteration is within SLO × their iteration alone."""
+    """Share of jobs whose mean iteration is within SLO × their iteration alone."""
     slo_iterations: float | None = None
-    """The share of single iterations within SLO × their iteration alone."""
+    """Share of single iterations within SLO × their iteration alone."""
     peak_gpus: int | None = None
     bubble_ratio: float | None = None
-    """The share of the nodes' time in groups in which nothing runs on them."""
+    """Share of node time in groups during which no operation runs."""
     makespan_s: float | None = None
     over_bound: float | None = None
-    """The makespan over the bound that no schedule of the same jobs can beat
-    (`simulator.bounds`)."""
+    """Makespan relative to a time that no schedule of the same jobs can beat."""
     over_serial: float | None = None
-    """The throughput over that of the same jobs one after the other on the same devices."""
+    """Throughput relative to the same jobs one after the other on the same devices."""
     over_rollmux: float | None = None
-    """The throughput over that of rounds in which one job trains while another rolls out."""
+    """Throughput relative to rounds in which one job trains while another rolls out."""
     mean_wait_s: float | None = None
-    """The mean time of an operation from ready to permitted."""
+    """Mean time of an operation from ready to started."""
     queueing_delay: float | None = None
-    """The mean over jobs of (placed - submitted) / time alone."""
+    """Mean over jobs of (placed - submitted) / (ended - placed)."""
     switches: int | None = None
     moves: int | None = None
     utilisation: float | None = None
-    """The share of time in which the shared nodes run operations."""
+    """Share of time during which the shared nodes run operations."""
     decision_ms_p50: float | None = None
     decision_ms_p99: float | None = None
     simulated_in_s: float | None = None
-    """The seconds of one core that the run took."""
+    """CPU seconds of the run."""
     more: dict[str, float] = {}
-    """Further numbers of this scenario, by name."""
+    """Further figures by name."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -68,16 +67,16 @@ class Target(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     scenario: str
     about: str
-    """A line that says what is simulated, by which rules, after which figure."""
+    """Title of the table, with the figure that a scenario of a paper reproduces."""
     parameters: dict[str, Any]
     records: list[Record]
     targets: list[Target] = []
     series: dict[str, Any] = {}
-    """The data of the picture."""
+    """Further data for the picture."""
 
 
 def write(report: Report, folder: Path) -> Path:
-    """Write a report to `<folder>/<scenario>.json`; returns the path."""
+    """Write a report to `<folder>/<scenario>.json`. Returns: the path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{report.scenario}.json"
     payload = msgspec.json.format(msgspec.json.encode(report), indent=1)
@@ -86,7 +85,7 @@ def write(report: Report, folder: Path) -> Path:
 
 
 def groups_of(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
-    """The records by (workload, policy), in order of appearance."""
+    """Group the records by (workload, policy), in order of appearance."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         groups.setdefault((record.workload, record.policy), []).append(record)
@@ -94,7 +93,7 @@ def groups_of(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
 
 
 def values(records: Iterable[Record], name: str) -> list[float]:
-    """The values of one column, where it applies. Other names are looked up in `more`."""
+    """Return a column's values of the records that have it. `more` has the other names."""
     found = (getattr(r, name) if hasattr(r, name) else r.more.get(name) for r in records)
     return [float(value) for value in found if value is not None]
 
@@ -123,7 +122,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def table(report: Report) -> Table:
-    """A table with a row for each policy and workload: the mean over seeds, and their range."""
+    """Return a table with one row per workload and policy: the mean and the range over seeds."""
     head, rows = cells(report)
     result = Table(title=report.about, title_justify="left")
     for name in head:
@@ -135,7 +134,7 @@ def table(report: Report) -> Table:
 
 
 def cells(report: Report) -> tuple[list[str], list[list[str]]]:
-    """The column names and the rows of a table."""
+    """Return the column names and the rows of the table."""
     records = report.records
     more = list(dict.fromkeys(name for record in records for name in record.more))
     shown = [name for name in _COLUMNS if values(records, name)]

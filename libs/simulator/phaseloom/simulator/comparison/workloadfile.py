@@ -1,7 +1,7 @@
-"""Workloads as tables, with a row for each job and the columns of `COLUMNS`.
+"""Workloads as CSV files with one row per job and the columns of `COLUMNS`.
 
 A job alternates one rollout and one training phase of fixed, worst-case length. It runs for as many
-iterations as would fill its duration alone.
+iterations as fill its duration when it is alone.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _GB = 10**9
 
 
 def read(path: Path) -> list[SimJob]:
-    """The jobs of a CSV file, by arrival.
+    """Return the jobs of a CSV file in order of arrival.
 
-    Raises: CallerError: a row is not valid; names the file, the line and the column at fault.
+    Raises: CallerError: a row is not valid. Its message names the file, the line and the column.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -50,10 +50,7 @@ def read(path: Path) -> list[SimJob]:
 
 
 def parse(lines: Iterable[str], source: str) -> list[SimJob]:
-    """The jobs of a table.
-
-    Args: source: where the lines are from, for errors.
-    """
+    """Return the jobs of the lines of a table. Args: source: name of the source, for errors."""
     rows = csv.DictReader(lines)
     missing = [column for column in COLUMNS if column not in (rows.fieldnames or [])]
     if missing:
