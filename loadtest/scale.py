@@ -26,7 +26,7 @@ from phaseloom.common.contract.specs import SchedulerConfig, SchedulerSettings
 from phaseloom.scheduler.core.core import Core
 from phaseloom.simulator.agenda import Agenda
 from phaseloom.simulator.engine import Engine
-from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Take
+from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Demand, Phase, SimJob
 from phaseloom.simulator.metering import Meter
 from phaseloom.simulator.nodes import Costs, PoolSpec
 from phaseloom.simulator.world import NodeFault, World
@@ -145,7 +145,7 @@ def _job(number: int, settings: Settings) -> SimJob:
     are."""
     rate = settings.jobs / settings.arrival_s
     num_devices = _SHARE * settings.devices * settings.nodes // (2 * settings.jobs)
-    take = Take(num_devices=max(1, num_devices))
+    demand = Demand(num_devices=max(1, num_devices))
     shift = number % 7
     return SimJob(
         f"job-{number:04}",
@@ -156,7 +156,7 @@ def _job(number: int, settings: Settings) -> SimJob:
             Phase(TRAIN, 6.0, kind="forward_backward"),
             Phase(TRAIN, 1.0, kind="optim_step", think_s=2.0),
         ),
-        takes={ROLLOUT: take, TRAIN: take},
+        demands={ROLLOUT: demand, TRAIN: demand},
         tenant=f"tenant-{number % 20}",
         start_s=20.0,
     )

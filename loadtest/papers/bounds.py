@@ -52,7 +52,7 @@ class _ShortestRun:
 
     def taken_s(self, pool: str, seconds: float) -> float:
         """The node-seconds that the job takes of a pool in so many seconds; 0: it is not there."""
-        return seconds * self.job.take(pool).num_nodes if pool in self.work_s else 0.0
+        return seconds * self.job.demand(pool).num_nodes if pool in self.work_s else 0.0
 
 
 def makespan_bound_s(

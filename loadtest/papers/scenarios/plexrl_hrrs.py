@@ -19,7 +19,7 @@ from phaseloom.simulator.comparison.cases import Case
 from phaseloom.simulator.comparison.clusters import HOST_BYTES, PRICES, config, record_of, run
 from phaseloom.simulator.comparison.pictures import bars, canvas
 from phaseloom.simulator.comparison.report import Record, Report, Target
-from phaseloom.simulator.jobs import TRAIN, Phase, SimJob, Submission, Take
+from phaseloom.simulator.jobs import TRAIN, Demand, Phase, SimJob, Submission
 from phaseloom.simulator.nodes import PoolSpec
 
 CYCLES = 40
@@ -61,7 +61,7 @@ def _job(name: str, model: str, submission: Submission, sigma: float = 0.0) -> S
         arrival_s=0.0,
         iterations=CYCLES,
         phases=tuple(phases),
-        takes={TRAIN: Take(load_s=LOAD_S, offload_s=OFFLOAD_S)},
+        demands={TRAIN: Demand(load_s=LOAD_S, offload_s=OFFLOAD_S)},
         submission=submission,
         model=model,
     )

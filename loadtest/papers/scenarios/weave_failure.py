@@ -84,7 +84,7 @@ def _train_ends(spans: list[Span]) -> dict[str, list[float]]:
     """When each job's training phases ended, which closes its iterations."""
     ends: dict[str, list[float]] = {}
     for span in sorted(spans, key=lambda span: span.end_s):
-        if span.node.startswith(TRAIN) and span.what != "switch":
+        if span.node.startswith(TRAIN) and span.activity != "switch":
             ends.setdefault(span.job.partition(".")[2], []).append(span.end_s)
     return ends
 

@@ -20,7 +20,7 @@ from loadtest.papers.scenarios.weaving import MAX_GROUP_JOBS, ORDERINGS, solo_bo
 from loadtest.papers.workloads import packaged
 from loadtest.papers.workloads.weave import PROFILES, generate
 from phaseloom.simulator.comparison import workloadfile
-from phaseloom.simulator.comparison.cases import Case, Telling
+from phaseloom.simulator.comparison.cases import Case, ProgressReporter
 from phaseloom.simulator.comparison.clusters import SWITCHING, with_switching
 from phaseloom.simulator.comparison.pictures import bars, canvas
 from phaseloom.simulator.comparison.report import Record, Report, Target, groups_of
@@ -61,7 +61,7 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 def _solo_bound(setting: Setting) -> Regrouping | None:
-    tell = Telling(f"{setting.name}, bound, seed {setting.seed}")
+    tell = ProgressReporter(f"{setting.name}, bound, seed {setting.seed}")
     return solo_bound(setting.jobs(), weaving.pricing(setting.max_group_jobs), tell)
 
 

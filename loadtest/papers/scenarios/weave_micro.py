@@ -20,7 +20,7 @@ from phaseloom.simulator.comparison.cases import Case
 from phaseloom.simulator.comparison.clusters import HOST_BYTES, PRICES, ample, config, run
 from phaseloom.simulator.comparison.pictures import bars, canvas
 from phaseloom.simulator.comparison.report import Record, Report, Target
-from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Take
+from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Demand, Phase, SimJob
 from phaseloom.simulator.metering import Span
 
 ITERATIONS = 40
@@ -61,13 +61,13 @@ def _job(
         arrival_s=0.0,
         iterations=ITERATIONS,
         phases=(Phase(ROLLOUT, rollout_s), Phase(TRAIN, train_s)),
-        takes={ROLLOUT: _take(rollout), TRAIN: _take(train)},
+        demands={ROLLOUT: _take(rollout), TRAIN: _take(train)},
         slo=slo,
     )
 
 
-def _take(num_nodes: int) -> Take:
-    return Take(num_nodes=num_nodes, load_s=SWITCH_S / 2, offload_s=SWITCH_S / 2)
+def _take(num_nodes: int) -> Demand:
+    return Demand(num_nodes=num_nodes, load_s=SWITCH_S / 2, offload_s=SWITCH_S / 2)
 
 
 def _colocated(job: SimJob) -> SimJob:
@@ -78,7 +78,7 @@ def _colocated(job: SimJob) -> SimJob:
         arrival_s=job.arrival_s,
         iterations=job.iterations,
         phases=phases,
-        takes={TRAIN: job.take(TRAIN)},
+        demands={TRAIN: job.demand(TRAIN)},
         slo=job.slo,
     )
 

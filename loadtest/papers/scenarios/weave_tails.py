@@ -19,7 +19,7 @@ from phaseloom.simulator.comparison.cases import Case
 from phaseloom.simulator.comparison.clusters import HOST_BYTES, PRICES, config, run
 from phaseloom.simulator.comparison.pictures import bars, canvas
 from phaseloom.simulator.comparison.report import Record, Report, Target
-from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Take
+from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Demand, Phase, SimJob
 from phaseloom.simulator.nodes import PoolSpec
 
 ITERATIONS = 40
@@ -41,9 +41,9 @@ def _job(name: str, rollout_s: float, tail: float) -> SimJob:
         arrival_s=0.0,
         iterations=ITERATIONS,
         phases=(Phase(ROLLOUT, rollout_s, tail=tail), Phase(TRAIN, TRAIN_S)),
-        takes={
-            ROLLOUT: Take(num_devices=NUM_DEVICES, load_s=half_s, offload_s=half_s),
-            TRAIN: Take(load_s=half_s, offload_s=half_s),
+        demands={
+            ROLLOUT: Demand(num_devices=NUM_DEVICES, load_s=half_s, offload_s=half_s),
+            TRAIN: Demand(load_s=half_s, offload_s=half_s),
         },
     )
 

@@ -20,7 +20,7 @@ from loadtest.papers.optimum import (
     regrouping_bound,
 )
 from loadtest.papers.scenarios.scenario import Bound
-from phaseloom.simulator.comparison.cases import Telling
+from phaseloom.simulator.comparison.cases import ProgressReporter
 from phaseloom.simulator.comparison.clusters import (
     HOST_BYTES,
     ample,
@@ -79,7 +79,7 @@ def measured(
     record = record_of(result, cpu_s, policy=policy, seed=seed, workload=workload)
     if bound is Bound.REGROUPING:
         with suppress(TooLarge):
-            tell = Telling(f"{workload or policy}, optimum for {policy}")
+            tell = ProgressReporter(f"{workload or policy}, optimum for {policy}")
             ratio, gap = over_optimal(result, jobs, pricing(max_group_jobs), tell)
             record = replace(record, cost_over_optimal=ratio, optimal_gap=gap or None)
     return record, result
@@ -131,7 +131,7 @@ def solo_bound(
 
 def planned(job: SimJob) -> Job:
     """The job as the offline planner sees it."""
-    rollout, train = job.take(ROLLOUT), job.take(TRAIN)
+    rollout, train = job.demand(ROLLOUT), job.demand(TRAIN)
     seconds = {pool: sum(p.longest_s for p in job.phases if p.pool == pool) for pool in job.pools}
     return Job(
         name=job.name,

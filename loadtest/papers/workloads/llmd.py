@@ -12,7 +12,7 @@ from statistics import mean, median
 import msgspec
 
 from loadtest.papers.workloads.packaged import DATA
-from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Take
+from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Demand, Phase, SimJob
 
 SAMPLE_S = 60.0
 Sample = tuple[float, float]
@@ -97,8 +97,8 @@ def jobs(recorded: Recording, *, count: int, with_swaps: bool) -> list[SimJob]:
 
     Args: with_swaps: whether switches take the recorded time; else they are wholly hidden.
     """
-    takes = {
-        pool: Take(offload_s=offload_s, load_s=load_s) if with_swaps else Take()
+    demands = {
+        pool: Demand(offload_s=offload_s, load_s=load_s) if with_swaps else Demand()
         for pool, (offload_s, load_s) in recorded.swaps.items()
     }
     phases = (
@@ -111,7 +111,7 @@ def jobs(recorded: Recording, *, count: int, with_swaps: bool) -> list[SimJob]:
             arrival_s=0.0,
             iterations=recorded.iterations,
             phases=phases,
-            takes=takes,
+            demands=demands,
             start_s=recorded.setup_s,
         )
         for index in range(count)

@@ -16,7 +16,7 @@ from random import Random
 
 import msgspec
 
-from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Take
+from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Demand, Phase, SimJob
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -92,9 +92,9 @@ def _job(name: str, arrival_s: float, draws: Random, shape: Shape) -> SimJob:
             Phase(ROLLOUT, rollout_s, shape.rollout_worst * rollout_s, shape.rollout_sigma),
             Phase(TRAIN, model.train_s),
         ),
-        takes={
-            ROLLOUT: Take(model.num_rollout_nodes),
-            TRAIN: Take(model.num_train_nodes, model.host_bytes, model.load_s, model.load_s),
+        demands={
+            ROLLOUT: Demand(model.num_rollout_nodes),
+            TRAIN: Demand(model.num_train_nodes, model.host_bytes, model.load_s, model.load_s),
         },
         steps_ahead=shape.steps_ahead,
         model=model.name,

@@ -14,7 +14,7 @@ import msgspec
 
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.simulator.comparison.clusters import Switching
-from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Take
+from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Demand, Phase, SimJob
 
 PROFILES = ("Mixed", "BL", "RH", "TH")
 WINDOW_H = 580.0
@@ -131,20 +131,20 @@ def draw_job(
         arrival_s=3600.0 * arrival_h,
         iterations=max(1, round(3600.0 * length_h / (rollout_s + train_s))),
         phases=(Phase(ROLLOUT, rollout_s), Phase(TRAIN, train_s)),
-        takes=takes(model, NODES[nodes][size], NODES[nodes][size], switching),
+        demands=demands(model, NODES[nodes][size], NODES[nodes][size], switching),
         slo=tolerance,
         move_s=switching.move_s,
         model=model,
     )
 
 
-def takes(
+def demands(
     model: str, rollout_nodes: int, train_nodes: int, switching: Switching
-) -> dict[str, Take]:
+) -> dict[str, Demand]:
     size = SIZES[model]
     of_pools = ((ROLLOUT, rollout_nodes, size.rollout_gb), (TRAIN, train_nodes, size.train_gb))
     return {
-        pool: Take(
+        pool: Demand(
             num_nodes=num_nodes,
             host_bytes=round(gigabytes * 1e9),
             load_s=switching.phase_s / 2,

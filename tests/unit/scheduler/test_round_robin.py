@@ -15,7 +15,7 @@ from phaseloom.scheduler.core.planning.weave.period import Phases, period_s
 from phaseloom.scheduler.core.policies.registry import PLACEMENT
 from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Member, Placed, Placement
 from phaseloom.simulator.engine import simulate
-from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Take
+from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Demand, Phase, SimJob
 from phaseloom.simulator.nodes import PoolSpec
 from phaseloom.simulator.world import Fault, NodeFault
 from tests.support.contention import config_of
@@ -72,7 +72,7 @@ def ran(
                 Phase(ROLLOUT, usual * rollout_s, rollout_s, sigma),
                 Phase(TRAIN, usual * train_s, train_s, sigma),
             ),
-            takes={ROLLOUT: Take(len(nodes)), TRAIN: Take(1)},
+            demands={ROLLOUT: Demand(len(nodes)), TRAIN: Demand(1)},
         )
         for index, (rollout_s, train_s, nodes) in enumerate(items)
     ]
@@ -82,7 +82,7 @@ def ran(
     result = simulate(jobs, pools, config, faults=faults, records_spans=True)
     nodes_of: dict[Ran, list[str]] = {}
     for span in result.spans:
-        phase = Ran(span.start_s, span.end_s, int(span.job[-1]), span.what)
+        phase = Ran(span.start_s, span.end_s, int(span.job[-1]), span.activity)
         nodes_of.setdefault(phase, []).append(span.node)
     return [phase._replace(nodes=tuple(nodes)) for phase, nodes in sorted(nodes_of.items())]
 

@@ -7,7 +7,7 @@ from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.validate import validate
 from phaseloom.simulator.agenda import Agenda
 from phaseloom.simulator.engine import Engine
-from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Take
+from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Demand, Phase, SimJob
 from phaseloom.simulator.metering import Meter
 from phaseloom.simulator.nodes import PoolSpec
 
@@ -36,8 +36,8 @@ def job(name: str = "a", arrival_s: float = 0.0, iterations: int = 3, **changes:
     return SimJob(name, arrival_s, iterations, **{**fields, **changes})  # type: ignore[arg-type]
 
 
-def switching(load_s: float = 1.0, offload_s: float = 0.5) -> dict[str, Take]:
-    return {pool: Take(load_s=load_s, offload_s=offload_s) for pool in (ROLLOUT, TRAIN)}
+def switching(load_s: float = 1.0, offload_s: float = 0.5) -> dict[str, Demand]:
+    return {pool: Demand(load_s=load_s, offload_s=offload_s) for pool in (ROLLOUT, TRAIN)}
 
 
 def pools(num_nodes: int = 1) -> list[PoolSpec]:

@@ -16,7 +16,7 @@ from phaseloom.scheduler.core.policies.registry import PLACEMENT as PLACEMENTS
 from phaseloom.simulator.agenda import Agenda
 from phaseloom.simulator.controllers import Retries
 from phaseloom.simulator.engine import Engine
-from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Submission, Take
+from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Demand, Phase, SimJob, Submission
 from phaseloom.simulator.metering import Meter
 from phaseloom.simulator.nodes import Costs
 from phaseloom.simulator.world import Crash, Fault, NodeFault, WorkersDie, World
@@ -24,10 +24,10 @@ from tests.support.live import Live
 from tests.unit.simulator.builders import config, job, pools, switching
 
 WORKLOAD = [
-    job("a", takes=switching(), iterations=4),
-    job("b", 3.0, takes=switching(), phases=(Phase(ROLLOUT, 8.0, 14.0, 0.5), Phase(TRAIN, 4.0))),
-    job("c", 3.0, takes=switching(), submission=Submission.CYCLE, sync_s=2.0),
-    job("d", 20.0, takes={ROLLOUT: Take(2)}, steps_ahead=1, is_declared=False, start_s=3.0),
+    job("a", demands=switching(), iterations=4),
+    job("b", 3.0, demands=switching(), phases=(Phase(ROLLOUT, 8.0, 14.0, 0.5), Phase(TRAIN, 4.0))),
+    job("c", 3.0, demands=switching(), submission=Submission.CYCLE, sync_s=2.0),
+    job("d", 20.0, demands={ROLLOUT: Demand(2)}, steps_ahead=1, is_declared=False, start_s=3.0),
 ]
 REPLAN_S = 0.73
 FAULTS: list[Fault] = [

@@ -81,8 +81,10 @@ def test_start_of_workers_is_waited_for() -> None:
 
 
 def test_deployment_over_several_nodes_keeps_them_all_busy() -> None:
-    takes = {pool: take.__class__(num_nodes=2, load_s=1.0) for pool, take in switching().items()}
-    result = simulate([job(takes=takes, iterations=2)], pools(3), config(), records_spans=True)
+    demands = {
+        pool: demand.__class__(num_nodes=2, load_s=1.0) for pool, demand in switching().items()
+    }
+    result = simulate([job(demands=demands, iterations=2)], pools(3), config(), records_spans=True)
     assert result.pools[ROLLOUT].busy_s == 2 * 20.0
     assert result.pools[ROLLOUT].peak_nodes == 2
     assert spans(result, "rollout-0") == spans(result, "rollout-1")
@@ -110,7 +112,7 @@ def test_two_jobs_fill_each_others_bubbles() -> None:
 
 
 def test_switches_are_charged_and_counted() -> None:
-    jobs = [job(name, iterations=2, takes=switching(1.0, 0.5)) for name in ("a", "b")]
+    jobs = [job(name, iterations=2, demands=switching(1.0, 0.5)) for name in ("a", "b")]
     result = simulate(jobs, pools(), config(), records_spans=True)
     rollout = spans(result, "rollout-0")
     assert rollout[:4] == [
@@ -131,7 +133,7 @@ def test_job_waits_for_a_place_and_is_told_apart_from_one_that_is_refused() -> N
     waited, refused = of(result, "b"), of(result, "c")
     assert (waited.outcome, waited.queueing_s, waited.queueing_delay) == ("done", 44.0, 44.0 / 45.0)
     assert refused.outcome == "rejected"
-    assert refused.why
+    assert refused.reason
     assert (refused.queueing_s, refused.queueing_delay) == (-1.0, -1.0)
 
 
@@ -256,7 +258,7 @@ def test_node_that_dies_is_waited_for() -> None:
     fault = NodeFault("rollout-0", 5.0, 30.0)
     result = simulate([job()], pools(), config(), faults=[fault])
     assert result.makespan_s == 5.0 + 30.0 + 3 * 15.0
-    assert result.told["node lost"] == 1
+    assert result.notices["node lost"] == 1
     # A node that is away is not paid for.
     assert result.pools[ROLLOUT].held_s == 5.0 + 3 * 15.0
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from phaseloom.common.contract.events import Event, OperationFinished, PhaseTrace
 from phaseloom.simulator.agenda import Agenda
 from phaseloom.simulator.engine import Engine
-from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Submission, Take
+from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Demand, Phase, SimJob, Submission
 from phaseloom.simulator.metering import Meter
 from phaseloom.simulator.nodes import PoolSpec
 from phaseloom.simulator.predictions import Prediction, accuracy, durations, predictions
@@ -17,8 +17,8 @@ from tests.support.contention import config_of
 
 ITERATIONS = 40
 TAKES = {
-    ROLLOUT: Take(load_s=0.01, offload_s=0.01),
-    TRAIN: Take(load_s=0.02, offload_s=0.02),
+    ROLLOUT: Demand(load_s=0.01, offload_s=0.01),
+    TRAIN: Demand(load_s=0.02, offload_s=0.02),
 }
 
 
@@ -33,7 +33,7 @@ def job(name: str, rollout_s: float, backward_s: float, step_s: float, sigma: fl
             Phase(TRAIN, step_s, 2 * step_s, sigma, kind="optim_step"),
             Phase(TRAIN, step_s / 2, kind="publish_weights"),
         ),
-        takes=TAKES,
+        demands=TAKES,
         submission=Submission.CYCLE,
     )
 

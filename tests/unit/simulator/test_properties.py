@@ -17,7 +17,7 @@ from phaseloom.scheduler.core.policies.registry import PLACEMENT as PLACEMENTS
 from phaseloom.scheduler.core.state.outputs import SendCommand
 from phaseloom.simulator.controllers import Retries
 from phaseloom.simulator.engine import Engine
-from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Submission, Take
+from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Demand, Phase, SimJob, Submission
 from phaseloom.simulator.metrics import Result, summarise
 from phaseloom.simulator.nodes import Costs
 from phaseloom.simulator.world import Crash, Fault, NodeFault, WorkersDie, World
@@ -46,7 +46,7 @@ def _job(draw: st.DrawFn, name: str) -> SimJob:
         )
         for pool in draw(st.sampled_from([(ROLLOUT, TRAIN), (ROLLOUT, TRAIN, TRAIN), (TRAIN,)]))
     ]
-    take = Take(
+    demand = Demand(
         num_nodes=draw(st.integers(1, 2)),
         load_s=draw(st.sampled_from([0.0, 1.5])),
         offload_s=draw(st.sampled_from([0.0, 0.5])),
@@ -56,7 +56,7 @@ def _job(draw: st.DrawFn, name: str) -> SimJob:
         arrival_s=draw(st.sampled_from([0.0, 7.0, 30.0])),
         iterations=draw(st.integers(1, 5)),
         phases=tuple(phases),
-        takes={phase.pool: take for phase in phases},
+        demands={phase.pool: demand for phase in phases},
         slo=draw(st.sampled_from([0.0, 1.3, 2.0])),
         steps_ahead=draw(st.integers(0, 1)),
         submission=submission,
@@ -159,7 +159,7 @@ def test_every_workload_ends_with_every_operation_run_once(
 ) -> None:
     engine, result = run(workload, scheduler, [])
     for job, came_of_it in zip(workload, result.jobs, strict=True):
-        assert came_of_it.outcome == "done", f"{job.name}: {came_of_it.why}"
+        assert came_of_it.outcome == "done", f"{job.name}: {came_of_it.reason}"
         assert came_of_it.iterations == job.iterations
         assert came_of_it.attempts == 1
     assert result.operations == sum(job.iterations * len(job.phases) for job in workload)

@@ -8,7 +8,7 @@ import pytest
 
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.simulator.comparison import workloadfile
-from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Take
+from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Demand
 
 HEAD = "id,arrival,dur,profile,size,R,T,slo,model,nr,nt,mr,mt"
 ROW = "7,1.5,2.0,RH,M,300.0,60.0,1.4,14B,2,1,445.4,456.1"
@@ -19,9 +19,9 @@ def test_row_becomes_a_job() -> None:
     assert (job.name, job.arrival_s, job.slo, job.model) == ("job-7", 5400.0, 1.4, "14B")
     assert job.iterations == 20
     assert job.solo_s == 360.0
-    assert job.takes == {
-        ROLLOUT: Take(2, 445_400_000_000),
-        TRAIN: Take(1, 456_100_000_000),
+    assert job.demands == {
+        ROLLOUT: Demand(2, 445_400_000_000),
+        TRAIN: Demand(1, 456_100_000_000),
     }
 
 

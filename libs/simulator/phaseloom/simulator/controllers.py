@@ -71,7 +71,7 @@ class Controller:
         self.has_ended = False
         """Whether the job has ended and will not be submitted again."""
         self._meter = meter.jobs[str(job.key)] = JobMeter(job)
-        self._all = meter
+        self._cluster_meter = meter
         self._agenda = agenda
         self._append = append
         self._retries = retries
@@ -92,9 +92,9 @@ class Controller:
         """The operations of this attempt, by deployment and seq."""
         self._queued: dict[tuple[int, int], _Op] = {}
         """(iteration, phase) → the operation, if it was published before its predecessor ended."""
-        self._begun = self._completed
+        self._started = self._completed
         """Number of started iterations."""
-        self._led = self._completed
+        self._rolled_out = self._completed
         """Number of iterations whose first phase has ended."""
         self._synced_s = self._agenda.now_s
         """When the weights of the last completed iteration reach the nodes that need them."""
@@ -114,14 +114,14 @@ class Controller:
     def submit(self) -> None:
         self._attempt += 1
         self._meter.attempts += 1
-        self._all.num_active += 1
+        self._cluster_meter.num_active += 1
         self._reset()
         if self._meter.submitted_s < 0:
             self._meter.submitted_s = self._agenda.now_s
         spec = spec_of(self.job, iterations=self.job.iterations - self._completed)
         self._append(JobSubmitted(self.job.key, spec, f"submit/{self.job.key}/{self._attempt}"))
 
-    def answered(self, status: JobStatus | None, error: ErrorInfo | None) -> None:
+    def on_answer(self, status: JobStatus | None, error: ErrorInfo | None) -> None:
         """Handle the scheduler's answer to a submission."""
         if status is None:
             self._end("rejected", error.message if error else "")
@@ -129,7 +129,7 @@ class Controller:
         for deployment in status.deployments:
             self._first_seq[deployment.name] = deployment.next_seq
 
-    def viewed(self, status: JobStatus) -> None:
+    def on_view(self, status: JobStatus) -> None:
         """Handle a change of the job's published state."""
         match status.state:
             case "placed" | "profiling" | "active" if not self._is_placed:
@@ -142,24 +142,24 @@ class Controller:
             case "done":
                 self._end("done", "")
             case "failed":
-                self._failed(status.error.message if status.error else "")
+                self._resubmit(status.error.message if status.error else "")
             case _:
                 pass
 
-    def _end(self, outcome: str, why: str) -> None:
+    def _end(self, outcome: str, reason: str) -> None:
         self._attempt += 1
-        self._all.num_active -= 1
+        self._cluster_meter.num_active -= 1
         self.has_ended = True
-        self._meter.outcome, self._meter.why = outcome, why
+        self._meter.outcome, self._meter.reason = outcome, reason
         self._meter.ended_s = self._agenda.now_s
 
-    def _failed(self, why: str) -> None:
+    def _resubmit(self, reason: str) -> None:
         if self._meter.attempts >= self._retries.max_attempts:
-            self._end("failed", why)
+            self._end("failed", reason)
             return
         self._attempt += 1
         self._is_placed = False
-        self._all.num_active -= 1
+        self._cluster_meter.num_active -= 1
         self._completed -= self._completed % self._retries.checkpoint_every
         self._later(self._retries.resubmit_s, self.submit)
 
@@ -168,30 +168,30 @@ class Controller:
         if self._is_placed:
             self._append(JobFinished(self.job.key, "crash", failed=True))
 
-    def lost(self) -> None:
+    def on_lost(self) -> None:
         """Handle an operation that was not completed: crash, because no later one can run."""
         self._later(0.0, self.crash)
 
     def _attach(self) -> None:
         if self.job.is_declared:
             self._later(0.0, self._append, self._tracer.declared())
-        self._later(0.0, self._begin)
+        self._later(0.0, self._start_iterations)
         self._append(SessionOpened(self.job.key, self._attempt))
 
-    def _begin(self) -> None:
+    def _start_iterations(self) -> None:
         self._last_end_s = self._agenda.now_s
-        self._go_on()
+        self._start_next()
 
     # --- its iterations -------------------------------------------------------------------------
 
-    def _go_on(self) -> None:
+    def _start_next(self) -> None:
         """Start the next iteration if the submission mode allows it now."""
-        if self._begun == self.job.iterations or self._led < self._begun:
+        if self._started == self.job.iterations or self._rolled_out < self._started:
             return
-        if self._begun - self._completed > self.job.steps_ahead:
+        if self._started - self._completed > self.job.steps_ahead:
             return
-        iteration = self._begun
-        self._begun += 1
+        iteration = self._started
+        self._started += 1
         # An iteration that runs ahead does not wait for the weights of the newest one.
         is_ahead = iteration > self._completed
         delay_s = 0.0 if is_ahead else max(0.0, self._synced_s - self._agenda.now_s)
@@ -216,7 +216,7 @@ class Controller:
                 before = self._queued[iteration, phase - 1].key
                 after = [After(before.deployment, int(before.slot))]
         if job.submission is Submission.SERIAL or phase == 0:
-            self._tracer.began(phase, op.ready_s)
+            self._tracer.on_ready(phase, op.ready_s)
         self._append(
             QueuedOperation(key, str(len(ops)), self._kinds[phase], after, session=self._attempt)
         )
@@ -232,15 +232,15 @@ class Controller:
     def _op(self, key: OperationKey) -> _Op:
         return self._ops[key.deployment][int(key.slot) - self._first_seq[key.deployment]]
 
-    def ran(self, key: OperationKey, start_s: float) -> None:
+    def on_completed(self, key: OperationKey, start_s: float) -> None:
         """Handle the completion of an operation of this attempt. Args: start_s: when it started."""
         op = self._op(key)
         self._meter.wait_s += start_s - op.ready_s
         self._meter.operations += 1
         now_s = self._agenda.now_s
-        self._tracer.ended(op.phase, now_s)
+        self._tracer.on_ended(op.phase, now_s)
         if op.phase == 0:
-            self._led = op.iteration + 1
+            self._rolled_out = op.iteration + 1
         if op.phase + 1 == len(self.job.phases):
             self._complete(op.iteration)
         elif self.job.submission is Submission.SERIAL:
@@ -249,9 +249,9 @@ class Controller:
         else:
             following = self._queued[op.iteration, op.phase + 1]
             following.ready_s = now_s
-            self._tracer.began(following.phase, now_s)
+            self._tracer.on_ready(following.phase, now_s)
             del self._queued[op.iteration, op.phase]
-        self._go_on()
+        self._start_next()
 
     def _complete(self, iteration: int) -> None:
         now_s = self._agenda.now_s
@@ -268,6 +268,6 @@ class Controller:
         if self._completed == self.job.iterations:
             self._later(0.0, self._append, JobFinished(self.job.key, "finish"))
             return
-        trace = self._tracer.completed(durations_s)
+        trace = self._tracer.on_iteration(durations_s)
         if trace is not None:
             self._later(0.0, self._append, trace)

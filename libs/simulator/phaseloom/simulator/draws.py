@@ -17,10 +17,10 @@ class Draws:
     def __init__(self, job: SimJob, seed: int) -> None:
         self._job = job
         self._random = random.Random(f"{seed}/{job.tenant}/{job.name}")
-        self._drawn: dict[int, list[float]] = {}
+        self._durations_s: dict[int, list[float]] = {}
         """Iteration → its durations, since the last checkpoint."""
         self._next = 0
-        self._kept = 0
+        self._oldest = 0
         """The first iteration that may be requested again."""
         self._fixed = None if _varies(job) else [phase.mean_s for phase in job.phases]
 
@@ -29,14 +29,14 @@ class Draws:
         if self._fixed is not None:
             return self._fixed
         while self._next <= iteration:
-            self._drawn[self._next] = [self._draw(phase) for phase in self._job.phases]
+            self._durations_s[self._next] = [self._draw(phase) for phase in self._job.phases]
             self._next += 1
-        return self._drawn[iteration]
+        return self._durations_s[iteration]
 
     def forget_before(self, iteration: int) -> None:
-        for kept in range(self._kept, iteration):
-            self._drawn.pop(kept, None)
-        self._kept = max(self._kept, iteration)
+        for old_iteration in range(self._oldest, iteration):
+            self._durations_s.pop(old_iteration, None)
+        self._oldest = max(self._oldest, iteration)
 
     def _draw(self, phase: Phase) -> float:
         job = self._job
@@ -44,11 +44,11 @@ class Draws:
         for drift in job.drift:
             if drift.pool == phase.pool:
                 factor *= drift.factor(self._next / job.iterations)
-        drawn_s = phase.mean_s * factor
+        duration_s = phase.mean_s * factor
         if phase.sigma:
-            drawn_s *= math.exp(self._random.gauss(0.0, phase.sigma) - phase.sigma**2 / 2)
+            duration_s *= math.exp(self._random.gauss(0.0, phase.sigma) - phase.sigma**2 / 2)
         # The token limit does not drift.
-        return min(drawn_s, phase.worst_s) if phase.worst_s else drawn_s
+        return min(duration_s, phase.worst_s) if phase.worst_s else duration_s
 
 
 def _varies(job: SimJob) -> bool:

@@ -109,13 +109,13 @@ class Engine:
 
     def _timed_step(self, now_s: float, event: events.Event) -> list[Output]:
         num_jobs = self._meter.num_active
-        began_s = time.thread_time()
+        started_s = time.thread_time()
         outputs = self.core.step(self.num_events, now_s, event)
-        self._meter.stepped(event, num_jobs, time.thread_time() - began_s)
+        self._meter.stepped(event, num_jobs, time.thread_time() - started_s)
         return outputs
 
-    def _compute(self, asked: ComputeReplan) -> None:
-        self._agenda.after(self._replan_s, self.append, repack.compute(asked))
+    def _compute(self, request: ComputeReplan) -> None:
+        self._agenda.after(self._replan_s, self.append, repack.compute(request))
 
     def run(self, world: Surroundings, config: SchedulerConfig, until_s: float = NEVER_S) -> None:
         """Run until every job has ended and the nodes have carried out all commands."""
@@ -131,19 +131,19 @@ class Engine:
                     return
                 agenda.run_next()
             else:
-                self._fire()
+                self._fire_timer()
 
     def _next_timer_s(self) -> float:
         return self._timers[0][0] if self._timers else NEVER_S
 
-    def _fire(self) -> None:
+    def _fire_timer(self) -> None:
         due_s, timer = heapq.heappop(self._timers)
-        known = self.core.state.timers
-        if known.get(timer) == due_s:
+        due_by_timer = self.core.state.timers
+        if due_by_timer.get(timer) == due_s:
             self._agenda.advance(due_s)
             self.append(events.TimerFired(timer))
-        elif len(self._timers) > 2 * len(known) + STALE_TIMERS:
-            self._timers = [(due_s, name) for name, due_s in known.items()]
+        elif len(self._timers) > 2 * len(due_by_timer) + STALE_TIMERS:
+            self._timers = [(due_s, name) for name, due_s in due_by_timer.items()]
             heapq.heapify(self._timers)
 
 

@@ -52,7 +52,7 @@ class Phase(msgspec.Struct, frozen=True):
         return self.kind or ("generate" if self.pool == ROLLOUT else "optim_step")
 
 
-class Take(msgspec.Struct, frozen=True):
+class Demand(msgspec.Struct, frozen=True):
     """The resources and times of the job's deployment on one pool."""
 
     num_nodes: int = 1
@@ -76,12 +76,12 @@ class Drift(msgspec.Struct, frozen=True):
 
     def factor(self, progress: float) -> float:
         """Return the factor. Args: progress: share of the iterations that are done, 0 to 1."""
-        place = min(max(progress, 0.0), 1.0) * (len(self.factors) - 1)
-        index = min(int(place), len(self.factors) - 2) if len(self.factors) > 1 else 0
+        position = min(max(progress, 0.0), 1.0) * (len(self.factors) - 1)
+        index = min(int(position), len(self.factors) - 2) if len(self.factors) > 1 else 0
         if len(self.factors) == 1:
             return self.factors[0]
         before, after = self.factors[index : index + 2]
-        return before + (after - before) * (place - index)
+        return before + (after - before) * (position - index)
 
 
 class SimJob(msgspec.Struct, frozen=True):
@@ -90,7 +90,7 @@ class SimJob(msgspec.Struct, frozen=True):
     iterations: int
     phases: tuple[Phase, ...]
     """The phases of an iteration, one after the other."""
-    takes: dict[str, Take] = {}
+    demands: dict[str, Demand] = {}
     """Resources by pool. A missing pool means one node and switches that take no time."""
     slo: float = 0.0
     """Slowdown, relative to running alone, that the job tolerates: at least 1; 0: best effort."""
@@ -122,13 +122,13 @@ class SimJob(msgspec.Struct, frozen=True):
         """The job's pools, in the order in which an iteration uses them."""
         return list(dict.fromkeys(phase.pool for phase in self.phases))
 
-    def take(self, pool: str) -> Take:
-        return self.takes.get(pool, Take())
+    def demand(self, pool: str) -> Demand:
+        return self.demands.get(pool, Demand())
 
     def tail(self, deployment: str) -> float:
         """Share of the time of a deployment's operations that is the long tail of a rollout."""
-        here = (phase.tail for phase in self.phases if deployment_of(phase.pool) == deployment)
-        return max(here, default=0.0)
+        tails = (phase.tail for phase in self.phases if deployment_of(phase.pool) == deployment)
+        return max(tails, default=0.0)
 
     def deployment(self, pool: str) -> DeploymentKey:
         return DeploymentKey(self.tenant, self.name, deployment_of(pool))
@@ -202,7 +202,7 @@ def spec_of(job: SimJob, *, iterations: int) -> specs.JobSpec:
 
 
 def _deployment(job: SimJob, pool: str) -> specs.DeploymentSpec:
-    take = job.take(pool)
+    demand = job.demand(pool)
     is_sampler = pool == ROLLOUT
     has_tail = any(phase.tail for phase in job.phases if phase.pool == pool)
     return specs.DeploymentSpec(
@@ -212,7 +212,7 @@ def _deployment(job: SimJob, pool: str) -> specs.DeploymentSpec:
         model=specs.ModelSpec({}),
         trainable=not is_sampler,
         batching=specs.Batching.SHARED if has_tail else specs.Batching.OPERATION,
-        layout=specs.Layout(dp=take.num_nodes * take.num_devices),
-        num_nodes=take.num_nodes,
-        host_bytes=take.host_bytes,
+        layout=specs.Layout(dp=demand.num_nodes * demand.num_devices),
+        num_nodes=demand.num_nodes,
+        host_bytes=demand.host_bytes,
     )

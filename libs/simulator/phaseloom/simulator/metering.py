@@ -14,7 +14,7 @@ class Span(NamedTuple):
 
     node: str
     job: str
-    what: str
+    activity: str
     """The kind of the operation, or `switch`."""
     start_s: float
     end_s: float
@@ -53,7 +53,7 @@ class JobMeter:
     ended_s: float = -1.0
     outcome: str = "open"
     """`done`, `rejected`, `failed`, or `open` if the simulation ended before the job."""
-    why: str = ""
+    reason: str = ""
     iteration_s: list[float] = field(default_factory=list)
     """Duration of each completed iteration, from the end of the previous one or the placement."""
     alone_s: float = 0.0
@@ -95,8 +95,8 @@ class Meter:
         """Jobs that are submitted and have not ended."""
         self.peaks: dict[str, int] = {}
         """Pool → the most nodes held at once."""
-        self._held: dict[str, int] = {}
-        self.told: dict[str, int] = {}
+        self._num_held: dict[str, int] = {}
+        self.notices: dict[str, int] = {}
         """Kind → number of the core's notices."""
 
     def stepped(self, event: Event, num_jobs: int, seconds: float) -> None:
@@ -133,8 +133,8 @@ class Meter:
         if not meter.pinned:
             meter.held_since_s = now_s
             self._step(now_s, meter.price_per_hour, meter.num_gpus)
-            held = self._held[meter.pool] = self._held.get(meter.pool, 0) + 1
-            self.peaks[meter.pool] = max(self.peaks.get(meter.pool, 0), held)
+            num_held = self._num_held[meter.pool] = self._num_held.get(meter.pool, 0) + 1
+            self.peaks[meter.pool] = max(self.peaks.get(meter.pool, 0), num_held)
         meter.pinned.add(deployment)
 
     def unpin(self, node: str, deployment: str, now_s: float) -> None:
@@ -144,7 +144,7 @@ class Meter:
         meter.pinned.remove(deployment)
         if not meter.pinned:
             meter.held_s += now_s - meter.held_since_s
-            self._held[meter.pool] -= 1
+            self._num_held[meter.pool] -= 1
             self._step(now_s, -meter.price_per_hour, -meter.num_gpus)
 
     def _step(self, now_s: float, price: float, num_gpus: int) -> None:

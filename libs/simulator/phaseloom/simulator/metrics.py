@@ -22,7 +22,7 @@ class JobResult(msgspec.Struct, frozen=True):
     name: str
     outcome: str
     """`done`, `rejected`, `failed`, or `open` if the simulation was stopped earlier."""
-    why: str
+    reason: str
     slo: float
     solo_s: float
     """Time of an iteration alone with every phase at its longest."""
@@ -108,7 +108,7 @@ class Result(msgspec.Struct, frozen=True):
     """(active jobs, CPU seconds) of each step that placed or released a job."""
     step_s: dict[str, list[float]]
     """Kind of event → CPU seconds of the timed steps of the core."""
-    told: dict[str, int]
+    notices: dict[str, int]
     """Kind → number of the scheduler's notices."""
     spans: list[Span] = []
     """Intervals in which nodes ran or switched, if they were recorded."""
@@ -179,7 +179,7 @@ def summarise(meter: Meter, now_s: float, num_events: int) -> Result:
         cost_steps=meter.steps,
         decisions=[(d.num_jobs, d.seconds) for d in meter.decisions],
         step_s=meter.steps_s,
-        told=meter.told,
+        notices=meter.notices,
         spans=meter.spans or [],
     )
 
@@ -210,10 +210,10 @@ def _job(meter: JobMeter) -> JobResult:
     return JobResult(
         name=job.name,
         outcome=meter.outcome,
-        why=meter.why,
+        reason=meter.reason,
         slo=job.slo,
         solo_s=job.solo_s,
-        first_load_s=sum(job.take(pool).load_s for pool in job.pools),
+        first_load_s=sum(job.demand(pool).load_s for pool in job.pools),
         submitted_s=meter.submitted_s,
         placed_s=meter.placed_s,
         ended_s=meter.ended_s,

@@ -18,9 +18,9 @@ from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import DeviceSpec, Residency, SlowdownTable
 from phaseloom.simulator.agenda import NEVER_S, Agenda
-from phaseloom.simulator.company import Company, Work, claim_of
 from phaseloom.simulator.jobs import SimJob
 from phaseloom.simulator.metering import Meter, NodeMeter
+from phaseloom.simulator.shareddevice import SharedDevice, Work, claim_of
 
 _NOT_LIMITED = 2**60
 
@@ -108,14 +108,14 @@ class Nodes:
         self._ran = ran
         self._costs = costs
         self._slowdowns = slowdowns
-        self._company: dict[NodeId, Company] = {}
+        self._shared: dict[NodeId, SharedDevice] = {}
         """Node → the running operations of its device, for devices that are shared in space."""
         self._ranks: dict[DeploymentKey, _Ranks] = {}
         """The newest incarnation of each deployment, alive or not."""
         self._up: dict[NodeId, events.NodeUp] = {}
         self.completed: set[OperationKey] = set()
         """Operations with a stored outcome."""
-        self._obey: dict[type[commands.Command], Callable[..., None]] = {
+        self._handlers: dict[type[commands.Command], Callable[..., None]] = {
             commands.StartWpg: self._start,
             commands.StopWpg: self._stop,
             commands.OpenActivation: self._open,
@@ -128,7 +128,7 @@ class Nodes:
 
     # --- nodes ----------------------------------------------------------------------------------
 
-    def come_up(self, pools: Sequence[PoolSpec]) -> None:
+    def start_all(self, pools: Sequence[PoolSpec]) -> None:
         for pool in pools:
             width = len(str(pool.num_nodes - 1))
             for index in range(pool.num_nodes):
@@ -146,8 +146,8 @@ class Nodes:
                 )
                 if pool.units > 1 and self._slowdowns is not None:
                     assert pool.num_devices == 1, f"{name}: one device stands for all"
-                    company = Company(self._agenda, pool.units, self._slowdowns)
-                    self._company[up.node] = company
+                    shared_device = SharedDevice(self._agenda, pool.units, self._slowdowns)
+                    self._shared[up.node] = shared_device
                 self._up[up.node] = up
                 self._agenda.after(0.0, self._append, up)
 
@@ -156,7 +156,7 @@ class Nodes:
         up = self._up[node]
         for ranks in self._ranks.values():
             if node in ranks.nodes:
-                _die(ranks)
+                _kill(ranks)
         for name in sorted(self._meter.nodes[node].pinned):
             self._meter.unpin(node, name, self._agenda.now_s)
         self._append(events.NodeLost(node, up.revision, reason))
@@ -171,27 +171,27 @@ class Nodes:
         ranks = self._ranks.get(key)
         if ranks is None or not ranks.is_alive:
             return
-        _die(ranks)
+        _kill(ranks)
         error = ErrorInfo(Code.UNAVAILABLE, reason)
         self._append(events.WpgLost(key, ranks.incarnation, ranks.nodes[0], error))
 
     # --- commands -------------------------------------------------------------------------------
 
-    def obey(self, command: commands.Command) -> None:
+    def perform(self, command: commands.Command) -> None:
         """Carry out a command. A command without a handler takes no time and has no answer."""
-        obey = self._obey.get(type(command))
-        if obey is not None:
-            obey(command)
+        perform = self._handlers.get(type(command))
+        if perform is not None:
+            perform(command)
 
     def _start(self, command: commands.StartWpg) -> None:
         """Start a WPG on one of its nodes. Each node receives and answers its own command."""
         ranks = self._ranks.get(command.deployment)
         if ranks is None or ranks.incarnation < command.incarnation:
-            ranks = self._begin_incarnation(command, ranks)
+            ranks = self._new_incarnation(command, ranks)
         self._meter.pin(command.node, ranks.name, self._agenda.now_s)
         self._agenda.after(ranks.start_s, self._started, ranks, command.node)
 
-    def _begin_incarnation(self, command: commands.StartWpg, last: _Ranks | None) -> _Ranks:
+    def _new_incarnation(self, command: commands.StartWpg, last: _Ranks | None) -> _Ranks:
         key = command.deployment
         nodes = command.nodes or [command.node]
         job = self._jobs[key.tenant, key.job]
@@ -216,7 +216,7 @@ class Nodes:
         if ranks.is_alive:
             size = 1
             if self._up[node].exclusive_residency is Residency.SHARED:
-                size = ranks.job.take(self._meter.nodes[node].pool).host_bytes
+                size = ranks.job.demand(self._meter.nodes[node].pool).host_bytes
             self._append(
                 events.WpgStarted(ranks.key, ranks.incarnation, node, size, ranks.applied, [0])
             )
@@ -225,7 +225,7 @@ class Nodes:
         key, node = command.deployment, command.node
         ranks = self._ranks.get(key)
         if ranks is not None and node in ranks.nodes and command.incarnation >= ranks.incarnation:
-            _die(ranks)
+            _kill(ranks)
             if command.forget:
                 self._ranks.pop(key)
         if command.forget and key not in self._ranks:
@@ -242,8 +242,8 @@ class Nodes:
             ranks.open_s.clear()
         pool = self._meter.nodes[node].pool
         leaving = [self._jobs[victim.tenant, victim.job] for victim in command.displaces]
-        offload_s = sum(job.take(pool).offload_s for job in leaving)
-        load_s = ranks.job.take(pool).load_s
+        offload_s = sum(job.demand(pool).offload_s for job in leaving)
+        load_s = ranks.job.demand(pool).load_s
         ranks.open_s[node] = open_s = now_s + offload_s + load_s
         self._meter.switched(node, ranks.label, now_s, open_s, displaces=bool(leaving))
         opened = events.ActivationOpened(
@@ -270,9 +270,9 @@ class Nodes:
         tail_s, duration_s = 0.0, self._duration_s(command.operation)
         if command.ranks or command.tail_on:
             tail_s = duration_s * ranks.job.tail(command.operation.deployment)
-        if len(ranks.nodes) == 1 and command.node in self._company:
+        if len(ranks.nodes) == 1 and command.node in self._shared:
             ranks.running[command.operation] = NEVER_S
-            self._agenda.at(start_s, self._begin, ranks, command)
+            self._agenda.at(start_s, self._run_shared, ranks, command)
             return
         bulk_s = duration_s - tail_s
         if command.ranks:
@@ -284,26 +284,26 @@ class Nodes:
             self._agenda.at(start_s + bulk_s, self._gather, ranks, command)
         self._agenda.at(end_s, self._finish, ranks, command, start_s)
 
-    def _begin(self, ranks: _Ranks, command: commands.Permit) -> None:
+    def _run_shared(self, ranks: _Ranks, command: commands.Permit) -> None:
         """Start an operation on a device that is shared in space."""
         if not ranks.is_alive or command.operation not in ranks.running:
             return
-        company = self._company[command.node]
-        company.give(ranks.name, len(command.units))
+        shared_device = self._shared[command.node]
+        shared_device.set_units(ranks.name, len(command.units))
         work = Work(
             claim_of(ranks.name, ranks.label, command.kind),
             self._duration_s(command.operation),
             partial(self._finish, ranks, command, self._agenda.now_s),
-            partial(_runs, ranks, command.operation),
+            partial(_is_running, ranks, command.operation),
         )
-        company.begin(command.operation, work)
+        shared_device.run(command.operation, work)
 
     def _adjust(self, command: commands.AdjustClaims) -> None:
         ranks = self._ranks.get(command.deployment)
         if ranks is None or not ranks.is_alive or ranks.incarnation != command.incarnation:
             return
-        if command.node in self._company:
-            self._company[command.node].give(ranks.name, len(command.units))
+        if command.node in self._shared:
+            self._shared[command.node].set_units(ranks.name, len(command.units))
         if command.shrinks:
             adjusted = events.ClaimsAdjusted(
                 command.deployment, command.incarnation, command.node, command.id
@@ -373,10 +373,10 @@ class Nodes:
         )
 
 
-def _runs(ranks: _Ranks, key: OperationKey) -> bool:
+def _is_running(ranks: _Ranks, key: OperationKey) -> bool:
     return ranks.is_alive and key in ranks.running
 
 
-def _die(ranks: _Ranks) -> None:
+def _kill(ranks: _Ranks) -> None:
     ranks.is_alive = False
     ranks.running.clear()

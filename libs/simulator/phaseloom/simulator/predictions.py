@@ -109,20 +109,20 @@ def predictions(entries: Iterable[Entry]) -> list[Prediction]:
     """
     core = Core()
     predicted: dict[OperationKey, tuple[float, float]] = {}
-    found = []
+    results = []
     for sequence, time_s, event in entries:
         for part in events.parts(event):
             if isinstance(part, events.OperationFinished) and part.key in predicted:
-                asked_s, wait_s = predicted.pop(part.key)
-                waited_s = part.started_unix_s - asked_s
+                ready_s, wait_s = predicted.pop(part.key)
+                waited_s = part.started_unix_s - ready_s
                 if wait_s >= 0.0 and not part.replay:
-                    found.append(Prediction(str(part.key), part.kind, wait_s, waited_s))
+                    results.append(Prediction(str(part.key), part.kind, wait_s, waited_s))
         core.step(sequence, time_s, event)
-        _ask(Step(core.state, sequence, core.state.now_s), predicted)
-    return found
+        _predict(Step(core.state, sequence, core.state.now_s), predicted)
+    return results
 
 
-def _ask(step: Step, predicted: dict[OperationKey, tuple[float, float]]) -> None:
+def _predict(step: Step, predicted: dict[OperationKey, tuple[float, float]]) -> None:
     """Add a prediction for each operation that has become ready."""
     for deployment in step.state.deployments.values():
         for op in ready.operations(step, deployment):
@@ -131,9 +131,9 @@ def _ask(step: Step, predicted: dict[OperationKey, tuple[float, float]]) -> None
                 predicted[op.key] = step.now_s, start_s
 
 
-def accuracy(found: Iterable[Prediction]) -> PredictedStarts:
+def accuracy(starts: Iterable[Prediction]) -> PredictedStarts:
     """Return quantiles of the errors of all operations that waited for `LEAST_S` or longer."""
-    waited = [p for p in found if p.waited_s >= LEAST_S]
+    waited = [p for p in starts if p.waited_s >= LEAST_S]
     if not waited:
         return PredictedStarts(0, None, None, None, None, None)
     errors = sorted(p.error for p in waited)

@@ -38,10 +38,10 @@ from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.policies.sharing_view import Claim
 from phaseloom.scheduler.core.state.outputs import Output, SendCommand
 from phaseloom.simulator.agenda import Agenda
-from phaseloom.simulator.company import Company, Work
 from phaseloom.simulator.engine import Engine
 from phaseloom.simulator.metering import Meter
 from phaseloom.simulator.predictions import Entry
+from phaseloom.simulator.shareddevice import SharedDevice, Work
 
 Window = tuple[float, float]
 """The operations that were queued between these two times run again; seconds of the log's clock."""
@@ -114,7 +114,9 @@ def _read(entries: Sequence[Entry], window: Window) -> _Recorded:
     if not recorded.queued:
         raise ValueError("no operation that was queued in the window has ended")
     for after, followers in recorded.follows.items():
-        recorded.follows[after] = [each for each in followers if recorded.knows(each[1])]
+        recorded.follows[after] = [
+            follower for follower in followers if recorded.knows(follower[1])
+        ]
     return recorded
 
 
@@ -123,7 +125,7 @@ class _Reader:
 
     def __init__(self, window: Window) -> None:
         self.recorded = _Recorded()
-        self._begin_s, self._end_s = window
+        self._start_s, self._end_s = window
         self._core = Core()
         self._now_s = 0.0
         self._first = 0
@@ -135,10 +137,10 @@ class _Reader:
 
     def step(self, sequence: int, time_s: float, event: events.Event) -> None:
         self._now_s = time_s
-        if time_s >= self._begin_s and not self._first:
+        if time_s >= self._start_s and not self._first:
             self._first, self.recorded.snapshot = sequence, self._core.snapshot()
         for part in events.parts(event):
-            self._take(part)
+            self._record(part)
         for output in self._core.step(sequence, time_s, event):
             match output:
                 case SendCommand(commands.Permit(operation=key)):
@@ -146,17 +148,17 @@ class _Reader:
                 case SendCommand(commands.SealState(deployment=deployment, seq=seq)):
                     self._sent_s[deployment, seq] = time_s
 
-    def _take(self, part: events.Event) -> None:
+    def _record(self, part: events.Event) -> None:
         is_inside = bool(self._first) and self._now_s <= self._end_s
         match part:
             case events.OperationFinished(replay=False):
-                self._take_outcome(part)
+                self._record_outcome(part)
             case events.ActivationOpened(deployment=deployment, displaced=displaced):
                 seconds = part.offload_s + part.load_s
                 self.recorded.switches_s[deployment, bool(displaced)].append(seconds)
-                self._answer(part, is_older=part.epoch < self._first)
+                self._record_answer(part, is_older=part.epoch < self._first)
             case events.SealCommitted(deployment=deployment, seq=seq):
-                self._answer(part, is_older=self._is_older((deployment, seq)))
+                self._record_answer(part, is_older=self._is_older((deployment, seq)))
             case events.QueuedOperation(key=key) if is_inside:
                 self.recorded.queued.add(key)
                 self._follow(key.job_key, part)
@@ -165,10 +167,10 @@ class _Reader:
             case _:
                 pass
 
-    def _take_outcome(self, part: events.OperationFinished) -> None:
+    def _record_outcome(self, part: events.OperationFinished) -> None:
         key, recorded = part.key, self.recorded
         recorded.finished[key] = part
-        self._answer(part, is_older=self._is_older(key))
+        self._record_answer(part, is_older=self._is_older(key))
         if self._first:
             self._newest[key.job_key] = key, self._now_s
         if key in self._sent_s:
@@ -177,15 +179,15 @@ class _Reader:
 
     def _is_older(self, command: OperationKey | tuple[DeploymentKey, int]) -> bool:
         """Whether a command was sent before the window's start."""
-        return self._sent_s.get(command, self._begin_s) < self._begin_s
+        return self._sent_s.get(command, self._start_s) < self._start_s
 
-    def _answer(self, part: events.Event, *, is_older: bool) -> None:
+    def _record_answer(self, part: events.Event, *, is_older: bool) -> None:
         """Record an answer within the window to a command from before it."""
         if self._first and is_older:
-            self.recorded.follows[None].append((self._now_s - self._begin_s, part))
+            self.recorded.follows[None].append((self._now_s - self._start_s, part))
 
     def _follow(self, job: JobKey, part: events.Event) -> None:
-        after, since_s = self._newest.get(job, (None, self._begin_s))
+        after, since_s = self._newest.get(job, (None, self._start_s))
         self.recorded.follows[after].append((self._now_s - since_s, part))
 
 
@@ -209,11 +211,11 @@ class _Devices:
         self._command_s = median(recorded.commands_s)
         self._outcome_s = median(recorded.outcomes_s)
         self._table = table
-        self._companies: dict[tuple[NodeId, int], Company] = {}
+        self._shared_devices: dict[tuple[NodeId, int], SharedDevice] = {}
         """Device → its running operations."""
-        self._told: dict[DeploymentKey, tuple[CommandId, int]] = {}
+        self._units: dict[DeploymentKey, tuple[CommandId, int]] = {}
         """Deployment → its newest command about units, and their number."""
-        self._asked: dict[DeploymentKey, list[commands.AdjustClaims]] = defaultdict(list)
+        self._shrinks: dict[DeploymentKey, list[commands.AdjustClaims]] = defaultdict(list)
         """Commands that take units away and wait for the deployment's next boundary."""
         self._open_s: dict[DeploymentKey, float] = {}
         """Deployment → when its newest activation is open."""
@@ -266,11 +268,11 @@ class _Devices:
 
     def _permit(self, permit: commands.Permit) -> None:
         key = permit.operation.deployment_key
-        self._tell(key, permit.id, permit.units)
+        self._set_units(key, permit.id, permit.units)
         begins_s = self._agenda.now_s + self._command_s
-        self._agenda.at(max(begins_s, self._open_s.get(key, 0.0)), self._begin, permit)
+        self._agenda.at(max(begins_s, self._open_s.get(key, 0.0)), self._run, permit)
 
-    def _begin(self, permit: commands.Permit) -> None:
+    def _run(self, permit: commands.Permit) -> None:
         key = permit.operation.deployment_key
         self._reach_boundary(key)
         began = replace(
@@ -279,9 +281,9 @@ class _Devices:
             incarnation=permit.incarnation,
             started_unix_s=self._agenda.now_s,
         )
-        claim = Claim(str(key), str(key.job_key), (permit.kind,), self._most_units(key))
+        claim = Claim(str(key), str(key.job_key), (permit.kind,), self._max_units(key))
         work = Work(claim, began.duration_s, partial(self._end, began))
-        self._company_of(key).begin(permit.operation, work)
+        self._device_of(key).run(permit.operation, work)
 
     def _end(self, began: events.OperationFinished) -> None:
         finished = replace(began, duration_s=self._agenda.now_s - began.started_unix_s)
@@ -296,43 +298,45 @@ class _Devices:
 
     # --- shares ---------------------------------------------------------------------------------
 
-    def _tell(self, key: DeploymentKey, command: CommandId, units: Sequence[int]) -> None:
+    def _set_units(self, key: DeploymentKey, command: CommandId, units: Sequence[int]) -> None:
         """Record the number of units of a deployment. The newest command wins."""
-        newest = self._told.get(key)
+        newest = self._units.get(key)
         if newest is None or command >= newest[0]:
-            self._told[key] = command, len(units) or self._num_units(key)
+            self._units[key] = command, len(units) or self._num_units(key)
 
     def _adjust(self, command: commands.AdjustClaims) -> None:
         key = command.deployment
-        self._tell(key, command.id, command.units)
+        self._set_units(key, command.id, command.units)
         if command.shrinks:
-            self._asked[key].append(command)
-        begun = self._company_of(key).kinds_of(str(key))
-        if not command.shrinks or all(KINDS[kind].shares_calls for kind in begun):
+            self._shrinks[key].append(command)
+        running = self._device_of(key).kinds_of(str(key))
+        if not command.shrinks or all(KINDS[kind].shares_calls for kind in running):
             self._reach_boundary(key)
 
     def _reach_boundary(self, key: DeploymentKey) -> None:
         """Apply the newest number of units, and acknowledge the commands that took units away."""
-        self._company_of(key).give(str(key), self._told[key][1])
-        for asked in self._asked.pop(key, []):
-            taken = events.ClaimsAdjusted(key, asked.incarnation, asked.node, asked.id)
-            self._agenda.after(self._outcome_s, self._append, taken)
+        self._device_of(key).set_units(str(key), self._units[key][1])
+        for command in self._shrinks.pop(key, []):
+            adjusted = events.ClaimsAdjusted(key, command.incarnation, command.node, command.id)
+            self._agenda.after(self._outcome_s, self._append, adjusted)
 
-    def _company_of(self, key: DeploymentKey) -> Company:
+    def _device_of(self, key: DeploymentKey) -> SharedDevice:
         """The running operations on the device of the deployment's first rank."""
-        place = self._state.deployments[str(key)].places[0]
-        if place not in self._companies:
-            self._companies[place] = Company(self._agenda, self._num_units(key), self._table)
-        return self._companies[place]
+        device = self._state.deployments[str(key)].places[0]
+        if device not in self._shared_devices:
+            self._shared_devices[device] = SharedDevice(
+                self._agenda, self._num_units(key), self._table
+            )
+        return self._shared_devices[device]
 
     def _num_units(self, key: DeploymentKey) -> int:
         """Units of the device of the deployment's first rank."""
         node, device = self._state.deployments[str(key)].places[0]
         return self._state.nodes[node].devices[device].units
 
-    def _most_units(self, key: DeploymentKey) -> int:
+    def _max_units(self, key: DeploymentKey) -> int:
         """The most units that the deployment's runtime can keep busy; 0: all of them."""
         deployment = self._state.deployments[str(key)]
         node, _ = deployment.places[0]
-        known = self._state.cluster.hosts[node].backends.get(deployment.spec.backend)
-        return known.most_units if known else 0
+        backend = self._state.cluster.hosts[node].backends.get(deployment.spec.backend)
+        return backend.most_units if backend else 0

@@ -29,51 +29,53 @@ class Tracer:
         self._job = job
         self._durations_s = [deque[float](maxlen=_RECENT) for _ in job.phases]
         self._gaps_s = [deque[float](maxlen=_RECENT) for _ in job.phases]
-        self._left: dict[str, tuple[int, float]] = {}
+        self._last_ended: dict[str, tuple[int, float]] = {}
         """Pool without a running phase → its newest phase and when that ended."""
         self._count = 0
-        self._told: PhaseTrace | None = None
+        self._published: PhaseTrace | None = None
 
     def declared(self) -> PhaseTrace:
         """Return the trace of a job that declares its cycle at submission."""
-        usual_s = [phase.mean_s for phase in self._job.phases]
-        self._told = self._trace(usual_s, period_s(self._job, usual_s), 0.0)
-        return self._told
+        median_s = [phase.mean_s for phase in self._job.phases]
+        self._published = self._trace(median_s, period_s(self._job, median_s), 0.0)
+        return self._published
 
-    def began(self, phase: int, now_s: float) -> None:
+    def on_ready(self, phase: int, now_s: float) -> None:
         """Record that a phase's operation is ready."""
-        left = self._left.pop(self._job.phases[phase].pool, None)
-        if left is not None:
-            self._gaps_s[left[0]].append(now_s - left[1])
+        last = self._last_ended.pop(self._job.phases[phase].pool, None)
+        if last is not None:
+            self._gaps_s[last[0]].append(now_s - last[1])
 
-    def ended(self, phase: int, now_s: float) -> None:
-        self._left[self._job.phases[phase].pool] = (phase, now_s)
+    def on_ended(self, phase: int, now_s: float) -> None:
+        self._last_ended[self._job.phases[phase].pool] = (phase, now_s)
 
-    def completed(self, durations_s: list[float]) -> PhaseTrace | None:
+    def on_iteration(self, durations_s: list[float]) -> PhaseTrace | None:
         """Record the end of an iteration, and return a trace if the figures have changed."""
-        for known, duration_s in zip(self._durations_s, durations_s, strict=True):
-            known.append(duration_s)
+        for samples, duration_s in zip(self._durations_s, durations_s, strict=True):
+            samples.append(duration_s)
         self._count += 1
         if self._count not in (1, 2, 4) and self._count % _EVERY:
             return None
-        usual_s = [median(known) for known in self._durations_s]
-        period = period_s(self._job, usual_s)
+        median_s = [median(samples) for samples in self._durations_s]
+        period = period_s(self._job, median_s)
         change = 0.0
-        if self._told is not None and self._told.period_s:
-            change = period / self._told.period_s - 1.0
+        if self._published is not None and self._published.period_s:
+            change = period / self._published.period_s - 1.0
             has_news = abs(change) >= _MIN_CHANGE or self._count in (2, 4)
             if not has_news:
                 return None
-        self._told = self._trace(usual_s, period, change if abs(change) >= _MIN_CHANGE else 0.0)
-        return self._told
+        self._published = self._trace(
+            median_s, period, change if abs(change) >= _MIN_CHANGE else 0.0
+        )
+        return self._published
 
-    def _trace(self, usual_s: list[float], period: float, drift: float) -> PhaseTrace:
+    def _trace(self, median_s: list[float], period: float, drift: float) -> PhaseTrace:
         job = self._job
-        phases = zip(job.phases, usual_s, strict=True)
+        phases = zip(job.phases, median_s, strict=True)
         measured = tuple(
             msgspec.structs.replace(phase, mean_s=duration_s) for phase, duration_s in phases
         )
-        estimates = [self._estimate(index, usual_s[index]) for index in range(len(job.phases))]
+        estimates = [self._estimate(index, median_s[index]) for index in range(len(job.phases))]
         return PhaseTrace(
             job=job.key,
             period_s=period,
@@ -84,17 +86,17 @@ class Tracer:
             num_optim_steps=job.num_optim_steps,
         )
 
-    def _estimate(self, index: int, usual_s: float) -> KindEstimate:
-        phase, known = self._job.phases[index], sorted(self._durations_s[index]) or [usual_s]
+    def _estimate(self, index: int, median_s: float) -> KindEstimate:
+        phase, samples = self._job.phases[index], sorted(self._durations_s[index]) or [median_s]
         gaps_s = sorted(self._gaps_s[index]) or [_gap_alone_s(self._job, index)]
         return KindEstimate(
             deployment=deployment_of(phase.pool),
             kind=phase.operation_kind,
-            duration_s=usual_s,
+            duration_s=median_s,
             next_gap_s=median(gaps_s),
             count=self._count,
-            p95_s=quantile(known, 0.95),
-            worst_s=max(phase.longest_s, known[-1]),
+            p95_s=quantile(samples, 0.95),
+            worst_s=max(phase.longest_s, samples[-1]),
             gap_p10_s=quantile(gaps_s, 0.1),
             gap_p90_s=quantile(gaps_s, 0.9),
         )
@@ -110,11 +112,11 @@ def _gap_alone_s(job: SimJob, index: int) -> float:
     count, pool = len(job.phases), job.phases[index].pool
     gap_s = 0.0
     for step in range(1, count + 1):
-        before, place = job.phases[(index + step - 1) % count], (index + step) % count
-        gap_s += before.think_s + (job.sync_s if place == 0 else 0.0)
-        if job.phases[place].pool == pool:
+        before, position = job.phases[(index + step - 1) % count], (index + step) % count
+        gap_s += before.think_s + (job.sync_s if position == 0 else 0.0)
+        if job.phases[position].pool == pool:
             break
-        gap_s += job.phases[place].mean_s
+        gap_s += job.phases[position].mean_s
     if job.steps_ahead:
         busy_s = sum(phase.mean_s for phase in job.phases if phase.pool == pool)
         return min(gap_s, max(0.0, job.mean_s - busy_s))

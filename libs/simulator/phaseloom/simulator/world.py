@@ -85,7 +85,7 @@ class World:
             costs=costs,
             slowdowns=slowdowns,
         )
-        self._nodes.come_up(pools)
+        self._nodes.start_all(pools)
         for job in jobs:
             controller = Controller(
                 job,
@@ -98,14 +98,14 @@ class World:
             self._controllers[job.tenant, job.name] = controller
             agenda.at(job.arrival_s, controller.submit)
         for fault in faults:
-            agenda.at(fault.at_s, self._strike, fault)
-        self._open = len(jobs)
+            agenda.at(fault.at_s, self._inject, fault)
+        self._num_open = len(jobs)
         """Number of jobs that have not ended."""
 
     @property
     def is_over(self) -> bool:
         """Whether every job has ended."""
-        return self._open == 0
+        return self._num_open == 0
 
     def _controller(self, key: OperationKey) -> Controller:
         return self._controllers[key.tenant, key.job]
@@ -114,27 +114,27 @@ class World:
         return self._controller(key).duration_s(key)
 
     def _ran(self, key: OperationKey, start_s: float) -> None:
-        self._controller(key).ran(key, start_s)
+        self._controller(key).on_completed(key, start_s)
 
     # --- outputs --------------------------------------------------------------------------------
 
     def perform(self, output: outputs.Output) -> None:
         match output:
             case outputs.SendCommand():
-                self._nodes.obey(output.command)
+                self._nodes.perform(output.command)
             case outputs.PutView(job, status):
                 controller = self._controllers[job.tenant, job.job]
                 had_ended = controller.has_ended
-                controller.viewed(status)
-                self._open -= controller.has_ended and not had_ended
+                controller.on_view(status)
+                self._num_open -= controller.has_ended and not had_ended
             case outputs.Answer(request) if request.startswith("submit/"):
                 self._answer(output)
             case outputs.WriteCompletion(key):
-                self._ended_unrun(key)
+                self._report_unrun(key)
             case outputs.SettleCompletion():
                 self._agenda.after(0.0, self._settle, output)
-            case outputs.PublishNotice(what):
-                self._meter.told[what] = self._meter.told.get(what, 0) + 1
+            case outputs.PublishNotice(kind):
+                self._meter.notices[kind] = self._meter.notices.get(kind, 0) + 1
             case _:
                 pass
 
@@ -142,13 +142,13 @@ class World:
         tenant, name = answer.request.split("/")[1].split(".")
         controller = self._controllers[tenant, name]
         had_ended = controller.has_ended
-        controller.answered(answer.status, answer.error)
-        self._open -= controller.has_ended and not had_ended
+        controller.on_answer(answer.status, answer.error)
+        self._num_open -= controller.has_ended and not had_ended
 
-    def _ended_unrun(self, key: OperationKey) -> None:
+    def _report_unrun(self, key: OperationKey) -> None:
         """Report an operation that ended without running to its controller."""
         if key not in self._nodes.completed:
-            self._controller(key).lost()
+            self._controller(key).on_lost()
 
     def _settle(self, output: outputs.SettleCompletion) -> None:
         """Settle an operation by its stored outcome, or else by the given one."""
@@ -162,7 +162,7 @@ class World:
 
     # --- faults ---------------------------------------------------------------------------------
 
-    def _strike(self, fault: Fault) -> None:
+    def _inject(self, fault: Fault) -> None:
         match fault:
             case NodeFault():
                 if self.is_over:

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from loadtest.papers.bounds import makespan_bound_s
 from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.simulator.engine import simulate
-from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Submission, Take
+from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Demand, Phase, SimJob, Submission
 from tests.unit.simulator.builders import config, job, pools
 from tests.unit.simulator.test_properties import NODES, jobs, run, scheduling
 
@@ -46,8 +46,8 @@ def test_bound_is_what_the_busiest_pool_has_to_do_from_some_arrival_on() -> None
 
 
 def test_bound_counts_every_node_of_a_job() -> None:
-    wide = {pool: Take(num_nodes=2) for pool in (ROLLOUT, TRAIN)}
-    two = [job(name, takes=wide) for name in "ab"]
+    wide = {pool: Demand(num_nodes=2) for pool in (ROLLOUT, TRAIN)}
+    two = [job(name, demands=wide) for name in "ab"]
     assert makespan_bound_s(two, 0, {ROLLOUT: 2, TRAIN: 2}) == pytest.approx(60.0)
 
 

@@ -17,7 +17,7 @@ from loadtest.papers.scenarios.report import at_least, at_most, markdown, mean_o
 from loadtest.papers.scenarios.scenario import Options
 from loadtest.papers.workloads import llmd, philly, weave
 from phaseloom.common.contract.errors import CallerError
-from phaseloom.simulator.comparison.cases import Case, Telling
+from phaseloom.simulator.comparison.cases import Case, ProgressReporter
 from phaseloom.simulator.comparison.report import Record, Report
 from tests.support.processes import child_pids, until_gone
 
@@ -131,7 +131,7 @@ def test_long_runs_say_how_far_they_are_also_from_other_processes(
 
 
 def telling(name: str) -> str:
-    tell = Telling(f"{name} at", every_s=0.0)
+    tell = ProgressReporter(f"{name} at", every_s=0.0)
     tell(3, 7)
     return name
 

@@ -43,5 +43,5 @@ def test_workload_follows_from_its_seed() -> None:
     for job in jobs:
         alone_s = job.iterations * job.mean_s
         assert alone_s <= Shape().longest_s + job.mean_s
-        assert job.take(TRAIN).num_nodes == job.take(ROLLOUT).num_nodes
+        assert job.demand(TRAIN).num_nodes == job.demand(ROLLOUT).num_nodes
     assert {job.model for job in jobs} == {model.name for model in MODELS}

@@ -40,7 +40,7 @@ class Options:
     workload: Path | None = None
     processes: int = 0
     """Number of runs at once; 0: one on each core."""
-    advance: Advance = lambda what, done, total: None
+    advance: Advance = lambda message, done, total: None
 
     def check(self) -> None:
         """Raises: CallerError: the number of processes is negative."""
@@ -51,50 +51,50 @@ class Options:
                 remedy="give 1 or more, or 0 for one on each core",
             )
 
-    def policies_of(self, known: Iterable[str]) -> tuple[str, ...]:
+    def policies_of(self, available: Iterable[str]) -> tuple[str, ...]:
         """Return the requested policies, or all known ones if none was requested.
 
         Raises: CallerError: a policy is not known.
         """
-        known = tuple(known)
+        available = tuple(available)
         for policy in self.policies:
-            if policy not in known:
+            if policy not in available:
                 raise CallerError(
                     f"{policy!r} is not known to this scenario",
                     field="policy",
-                    remedy=f"one of {', '.join(known)}",
+                    remedy=f"one of {', '.join(available)}",
                 )
-        return self.policies or known
+        return self.policies or available
 
     def run_cases(self, cases: Sequence[Case]) -> list[Any]:
         """Run all cases and return their results in the order of the cases."""
         processes = self.processes or os.cpu_count() or 1
         results: dict[int, Any] = {}
 
-        def told(what: str) -> None:
-            self.advance(what, len(results), len(cases))
+        def report(message: str) -> None:
+            self.advance(message, len(results), len(cases))
 
-        for index, result in _results(cases, processes, told):
+        for index, result in _results(cases, processes, report):
             results[index] = result
-            told(cases[index].name)
+            report(cases[index].name)
         return [results[index] for index in range(len(cases))]
 
 
 # --- processes -----------------------------------------------------------------------------------
 
-_TELL_S = 5.0
+_REPORT_EVERY_S = 5.0
 """Shortest time between two progress reports of a long run."""
 
 
-class Telling:
+class ProgressReporter:
     """Reports the progress of a run, at most once every `_TELL_S`, however often it is called.
 
     Reports from worker processes reach the caller of `Options.run_cases`, too.
     """
 
-    told: ClassVar[Callable[[str], None]] = staticmethod(lambda what: None)
+    report: ClassVar[Callable[[str], None]] = staticmethod(lambda message: None)
 
-    def __init__(self, name: str, every_s: float = _TELL_S) -> None:
+    def __init__(self, name: str, every_s: float = _REPORT_EVERY_S) -> None:
         self._name = name
         self._every_s = every_s
         self._next_s = time.monotonic() + every_s
@@ -102,22 +102,22 @@ class Telling:
     def __call__(self, done: int, total: int) -> None:
         if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + self._every_s
-            Telling.told(f"{self._name} {done}/{total}")
+            ProgressReporter.report(f"{self._name} {done}/{total}")
 
 
 def _results(
-    cases: Sequence[Case], processes: int, told: Callable[[str], None]
+    cases: Sequence[Case], processes: int, report: Callable[[str], None]
 ) -> Iterator[tuple[int, Any]]:
     if processes == 1 or len(cases) == 1:
-        _begin(told)
+        _prepare(report)
         for index, case in enumerate(cases):
             yield index, case.run(*case.arguments)
         return
     # Spawn instead of fork: a fork of a process with threads may hang.
     context = multiprocessing.get_context("spawn")
     with (
-        _heard(context.SimpleQueue(), told) as put,
-        ProcessPoolExecutor(processes, context, _begin, (put, os.getpid())) as pool,
+        _forwarding(context.SimpleQueue(), report) as put,
+        ProcessPoolExecutor(processes, context, _prepare, (put, os.getpid())) as pool,
     ):
         futures = {pool.submit(case.run, *case.arguments): i for i, case in enumerate(cases)}
         try:
@@ -130,24 +130,24 @@ def _results(
             raise
 
 
-def _begin(told: Callable[[str], None], parent_pid: int = 0) -> None:
+def _prepare(report: Callable[[str], None], parent_pid: int = 0) -> None:
     """Prepare this process. Args: parent_pid: end when this process ends; 0: never."""
-    Telling.told = staticmethod(told)
+    ProgressReporter.report = staticmethod(report)
     if parent_pid:
         diewithparent.arm(parent_pid)
 
 
 @contextmanager
-def _heard(queue: Any, told: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+def _forwarding(queue: Any, report: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
     """Yield a function through which worker processes call `told` in this process."""
 
-    def hear() -> None:
-        while (what := queue.get()) is not None:
-            told(what)
+    def forward() -> None:
+        while (message := queue.get()) is not None:
+            report(message)
 
-    hearing = Thread(target=hear, daemon=True)
-    hearing.start()
+    thread = Thread(target=forward, daemon=True)
+    thread.start()
     yield queue.put
     # Not in a finally: after a failure a killed process may hold the queue's lock forever.
     queue.put(None)
-    hearing.join()
+    thread.join()

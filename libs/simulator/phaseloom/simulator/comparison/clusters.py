@@ -69,7 +69,7 @@ def pools(rollout: int, train: int) -> list[PoolSpec]:
 
 def ample(jobs: Sequence[SimJob]) -> list[PoolSpec]:
     """Return pools with enough nodes for every job to have its own, so that no job must wait."""
-    return pools(*(sum(job.take(pool).num_nodes for job in jobs) for pool in (ROLLOUT, TRAIN)))
+    return pools(*(sum(job.demand(pool).num_nodes for job in jobs) for pool in (ROLLOUT, TRAIN)))
 
 
 def run(
@@ -137,9 +137,9 @@ def with_switching(jobs: Sequence[SimJob], switching: Switching) -> list[SimJob]
     return [
         replace(
             job,
-            takes={
-                pool: replace(take, load_s=half_s, offload_s=half_s)
-                for pool, take in job.takes.items()
+            demands={
+                pool: replace(demand, load_s=half_s, offload_s=half_s)
+                for pool, demand in job.demands.items()
             },
             move_s=switching.move_s,
         )
@@ -149,5 +149,5 @@ def with_switching(jobs: Sequence[SimJob], switching: Switching) -> list[SimJob]
 
 def planned_switch_s(jobs: Sequence[SimJob]) -> float:
     """Return the longest switch: the longest offload plus the longest load of any job."""
-    takes = [take for job in jobs for take in job.takes.values()]
-    return max(take.offload_s for take in takes) + max(take.load_s for take in takes)
+    demands = [demand for job in jobs for demand in job.demands.values()]
+    return max(demand.offload_s for demand in demands) + max(demand.load_s for demand in demands)

@@ -61,23 +61,23 @@ def bars(axes: Axes, records: Sequence[Record], name: str, title: str, *, aim: f
 
     Args: aim: the height of a dashed line; 0: there is none.
     """
-    groups = {key: values(found, name) for key, found in groups_of(records).items()}
-    groups = {key: found for key, found in groups.items() if found}
+    groups = {key: values(samples, name) for key, samples in groups_of(records).items()}
+    groups = {key: samples for key, samples in groups.items() if samples}
     policies = list(dict.fromkeys(policy for _, policy in groups))
     workloads = list(dict.fromkeys(workload for workload, _ in groups))
     width = 0.8 / max(1, len(policies))
     for index, policy in enumerate(policies):
-        places, means, below, above = [], [], [], []
-        for at, workload in enumerate(workloads):
-            found = groups.get((workload, policy))
-            if found:
-                middle = sum(found) / len(found)
-                places.append(at + (index - (len(policies) - 1) / 2) * width)
-                means.append(middle)
-                below.append(middle - min(found))
-                above.append(max(found) - middle)
+        positions, means, below, above = [], [], [], []
+        for position, workload in enumerate(workloads):
+            samples = groups.get((workload, policy))
+            if samples:
+                average = sum(samples) / len(samples)
+                positions.append(position + (index - (len(policies) - 1) / 2) * width)
+                means.append(average)
+                below.append(average - min(samples))
+                above.append(max(samples) - average)
         axes.bar(
-            places,
+            positions,
             means,
             width * 0.9,
             yerr=[below, above],

@@ -94,8 +94,8 @@ def groups_of(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
 
 def values(records: Iterable[Record], name: str) -> list[float]:
     """Return a column's values of the records that have it. `more` has the other names."""
-    found = (getattr(r, name) if hasattr(r, name) else r.more.get(name) for r in records)
-    return [float(value) for value in found if value is not None]
+    column = (getattr(r, name) if hasattr(r, name) else r.more.get(name) for r in records)
+    return [float(value) for value in column if value is not None]
 
 
 _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -136,24 +136,24 @@ def table(report: Report) -> Table:
 def cells(report: Report) -> tuple[list[str], list[list[str]]]:
     """Return the column names and the rows of the table."""
     records = report.records
-    more = list(dict.fromkeys(name for record in records for name in record.more))
+    extra = list(dict.fromkeys(name for record in records for name in record.more))
     shown = [name for name in _COLUMNS if values(records, name)]
     has_workloads = any(record.workload for record in records)
     head = ["workload"] if has_workloads else []
     head += ["policy", "seeds", *(_COLUMNS[name][0] for name in shown)]
-    head += [name.replace("_", " ") for name in more]
+    head += [name.replace("_", " ") for name in extra]
     rows = []
     for (workload, policy), of_policy in groups_of(records).items():
         row = [workload] if has_workloads else []
         row += [policy, str(len(of_policy))]
         row += [_cell(values(of_policy, name), _COLUMNS[name][1]) for name in shown]
-        row += [_cell(values(of_policy, name), lambda v: f"{v:.4g}") for name in more]
+        row += [_cell(values(of_policy, name), lambda v: f"{v:.4g}") for name in extra]
         rows.append(row)
     return head, rows
 
 
-def _cell(found: Sequence[float], text: Callable[[float], str]) -> str:
-    if not found:
+def _cell(column: Sequence[float], text: Callable[[float], str]) -> str:
+    if not column:
         return ""
-    low, high = text(min(found)), text(max(found))
-    return low if low == high else f"{text(mean(found))} ({low} to {high})"
+    low, high = text(min(column)), text(max(column))
+    return low if low == high else f"{text(mean(column))} ({low} to {high})"

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from phaseloom.common.contract.errors import CallerError
-from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Take
+from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Demand, Phase, SimJob
 
 COLUMNS = {
     "id": "name of the job, unique",
@@ -63,7 +63,7 @@ def parse(lines: Iterable[str], source: str) -> list[SimJob]:
     for row in rows:
         job = _Row(row, f"{source}, line {rows.line_num}").job()
         if job.name in jobs:
-            raise _wrong(f"{source}, line {rows.line_num}", "id", f"{job.name!r} comes twice")
+            raise _invalid(f"{source}, line {rows.line_num}", "id", f"{job.name!r} comes twice")
         jobs[job.name] = job
     if not jobs:
         raise CallerError(f"{source}: no jobs", field="workload", remedy="one row a job")
@@ -71,9 +71,9 @@ def parse(lines: Iterable[str], source: str) -> list[SimJob]:
 
 
 class _Row:
-    def __init__(self, row: dict[str, str | None], where: str) -> None:
+    def __init__(self, row: dict[str, str | None], source: str) -> None:
         self._row = row
-        self._where = where
+        self._source = source
 
     def job(self) -> SimJob:
         rollout_s = self._number("R", above=0.0)
@@ -81,16 +81,16 @@ class _Row:
         duration_s = self._number("dur", above=0.0) * _HOUR_S
         slo = self._number("slo")
         if 0 < slo < 1:
-            raise _wrong(self._where, "slo", "less than 1 would be faster than alone")
+            raise _invalid(self._source, "slo", "less than 1 would be faster than alone")
         name = self._text("id")
         return SimJob(
             name=f"job-{name}" if name.isdigit() else name,
             arrival_s=self._number("arrival") * _HOUR_S,
             iterations=max(1, round(duration_s / (rollout_s + train_s))),
             phases=(Phase(ROLLOUT, rollout_s, rollout_s), Phase(TRAIN, train_s, train_s)),
-            takes={
-                ROLLOUT: Take(self._count("nr"), round(self._number("mr") * _GB)),
-                TRAIN: Take(self._count("nt"), round(self._number("mt") * _GB)),
+            demands={
+                ROLLOUT: Demand(self._count("nr"), round(self._number("mr") * _GB)),
+                TRAIN: Demand(self._count("nt"), round(self._number("mt") * _GB)),
             },
             slo=slo,
             model=self._text("model"),
@@ -99,7 +99,7 @@ class _Row:
     def _text(self, column: str) -> str:
         text = (self._row[column] or "").strip()
         if not text:
-            raise _wrong(self._where, column, "is empty")
+            raise _invalid(self._source, column, "is empty")
         return text
 
     def _number(self, column: str, above: float | None = None) -> float:
@@ -107,22 +107,22 @@ class _Row:
         try:
             number = float(text)
         except ValueError:
-            raise _wrong(self._where, column, f"{text!r} is not a number") from None
+            raise _invalid(self._source, column, f"{text!r} is not a number") from None
         if not math.isfinite(number) or number < 0 or (above is not None and number <= above):
-            least = "above 0" if above is not None else "0 or more"
-            raise _wrong(self._where, column, f"{text} is not {least}")
+            limit = "above 0" if above is not None else "0 or more"
+            raise _invalid(self._source, column, f"{text} is not {limit}")
         return number
 
     def _count(self, column: str) -> int:
         text = self._text(column)
         if not text.isdigit() or int(text) < 1:
-            raise _wrong(self._where, column, f"{text!r} is not a whole number above 0")
+            raise _invalid(self._source, column, f"{text!r} is not a whole number above 0")
         return int(text)
 
 
-def _wrong(where: str, column: str, what: str) -> CallerError:
+def _invalid(source: str, column: str, problem: str) -> CallerError:
     return CallerError(
-        f"{where}, column {column!r}: {what}",
+        f"{source}, column {column!r}: {problem}",
         field=f"workload.{column}",
         remedy=f"{column} is: {COLUMNS[column]}",
     )

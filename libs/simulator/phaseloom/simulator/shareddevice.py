@@ -42,7 +42,7 @@ def claim_of(deployment: str, job: str, kind: str) -> Claim:
     return Claim(deployment, job, (kind,), most_units=1 if kind == "generate" else 0)
 
 
-class Company:
+class SharedDevice:
     """The operations that run on one device."""
 
     def __init__(self, agenda: Agenda, units: int, slowdowns: SlowdownTable) -> None:
@@ -56,51 +56,59 @@ class Company:
         self._version = 0
         """Counts the changes. An end that was scheduled before the newest change is ignored."""
 
-    def give(self, deployment: str, num_units: int) -> None:
+    def set_units(self, deployment: str, num_units: int) -> None:
         """Set the number of units that a deployment has from now on. 0 means all of them."""
-        self._pass()
+        self._advance()
         self._shares[deployment] = num_units or self._units
-        self._foresee()
+        self._schedule_next()
 
-    def begin(self, key: OperationKey, work: Work) -> None:
+    def run(self, key: OperationKey, work: Work) -> None:
         """Start an operation. Its deployment must have its units already."""
-        self._pass()
+        self._advance()
         self._running[key] = work
-        self._foresee()
+        self._schedule_next()
 
     def kinds_of(self, deployment: str) -> list[str]:
         """The kinds of a deployment's running operations."""
-        of = [each.claim for each in self._running.values() if each.claim.deployment == deployment]
-        return [kind for claim in of for kind in claim.kinds]
+        claims = [
+            work.claim for work in self._running.values() if work.claim.deployment == deployment
+        ]
+        return [kind for claim in claims for kind in claim.kinds]
 
-    def _pass(self) -> None:
+    def _advance(self) -> None:
         """Account for the work done since the last change."""
         passed_s = self._agenda.now_s - self._since_s
         for work in self._running.values():
             work.left_s -= passed_s * work.speed
         self._since_s = self._agenda.now_s
 
-    def _foresee(self) -> None:
+    def _schedule_next(self) -> None:
         """Schedule the next end."""
-        self._running = {key: each for key, each in self._running.items() if each.is_alive()}
+        self._running = {key: work for key, work in self._running.items() if work.is_alive()}
         running = self._running.values()
-        here = {each.claim.deployment: each.claim for each in running}
-        claims = [replace(c, kinds=tuple(self.kinds_of(name))) for name, c in here.items()]
-        counts = [self._shares.get(name, self._units) for name in here]
-        found = dict(zip(here, speeds(self._slowdowns, self._units, claims, counts), strict=True))
-        for each in running:
-            each.speed = found[each.claim.deployment]
+        claim_by_name = {work.claim.deployment: work.claim for work in running}
+        claims = [replace(c, kinds=tuple(self.kinds_of(name))) for name, c in claim_by_name.items()]
+        counts = [self._shares.get(name, self._units) for name in claim_by_name]
+        speed_by_name = dict(
+            zip(
+                claim_by_name,
+                speeds(self._slowdowns, self._units, claims, counts),
+                strict=True,
+            )
+        )
+        for work in running:
+            work.speed = speed_by_name[work.claim.deployment]
         self._version += 1
         if running:
-            after_s = min(each.left_s / each.speed for each in running)
-            self._agenda.after(max(0.0, after_s), self._ended, self._version)
+            after_s = min(work.left_s / work.speed for work in running)
+            self._agenda.after(max(0.0, after_s), self._end_next, self._version)
 
-    def _ended(self, version: int) -> None:
+    def _end_next(self, version: int) -> None:
         if version != self._version:
             return
-        self._pass()
+        self._advance()
         key = min(self._running, key=lambda key: self._running[key].left_s)
         ended = self._running.pop(key)
         assert ended.left_s <= _DONE_S, f"{key} has {ended.left_s} s left"
-        self._foresee()
+        self._schedule_next()
         ended.end()

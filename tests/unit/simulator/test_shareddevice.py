@@ -15,11 +15,11 @@ from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.specs import KindSlowdown, SlowdownTable
 from phaseloom.common.process.slowdowns import SUB_STAGES
 from phaseloom.simulator.agenda import NEVER_S, Agenda
-from phaseloom.simulator.company import Company, Work, claim_of
 from phaseloom.simulator.engine import simulate
-from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Take
+from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Demand, Phase, SimJob
 from phaseloom.simulator.metrics import Result
 from phaseloom.simulator.nodes import PoolSpec
+from phaseloom.simulator.shareddevice import SharedDevice, Work, claim_of
 from tests.unit.simulator.builders import config
 
 GB = 10**9
@@ -45,7 +45,7 @@ def run_out(agenda: Agenda) -> None:
 def test_an_operation_is_slower_for_as_long_as_there_is_another() -> None:
     """Both are half as fast again slower: A has done 50 of 100 when B's 50 are done, at 75 s."""
     agenda = Agenda()
-    company = Company(agenda, 2, table_of(1.25, 1.2))
+    company = SharedDevice(agenda, 2, table_of(1.25, 1.2))
     ended: dict[str, float] = {}
 
     def note(name: str) -> None:
@@ -53,35 +53,35 @@ def test_an_operation_is_slower_for_as_long_as_there_is_another() -> None:
 
     def begin(name: str, work_s: float) -> None:
         key = OperationKey("t", name, "sampler", "1")
-        company.give(name, 1)
+        company.set_units(name, 1)
         claim = claim_of(name, name, "generate")
-        company.begin(key, Work(claim, work_s, partial(note, name), lambda: True))
+        company.run(key, Work(claim, work_s, partial(note, name), lambda: True))
 
     begin("a", 100.0)
     begin("b", 50.0)
-    agenda.at(75.0, company.give, "a", 2)
+    agenda.at(75.0, company.set_units, "a", 2)
     run_out(agenda)
     assert ended == pytest.approx({"a": 125.0, "b": 75.0})
 
 
 def test_what_is_dead_keeps_nobody_company() -> None:
     agenda = Agenda()
-    company = Company(agenda, 2, table_of(1.25, 1.2))
+    company = SharedDevice(agenda, 2, table_of(1.25, 1.2))
     ended: list[float] = []
     alive = {"a": True, "b": True}
     for name in ("a", "b"):
-        company.give(name, 1)
+        company.set_units(name, 1)
         work = Work(
             claim_of(name, name, "generate"),
             60.0,
             lambda: ended.append(agenda.now_s),
             partial(alive.__getitem__, name),
         )
-        company.begin(OperationKey("t", name, "sampler", "1"), work)
+        company.run(OperationKey("t", name, "sampler", "1"), work)
 
     def kill() -> None:
         alive["b"] = False
-        company.give("a", 2)
+        company.set_units("a", 2)
 
     agenda.at(30.0, kill)
     run_out(agenda)
@@ -109,10 +109,10 @@ def ran(
 
 
 def job(name: str, rollout_s: float, train_s: float, slo: float, **changes: object) -> SimJob:
-    take = Take(host_bytes=300 * GB, load_s=2.5, offload_s=2.5)
+    demand = Demand(host_bytes=300 * GB, load_s=2.5, offload_s=2.5)
     fields: dict[str, object] = {"arrival_s": 0.0, "iterations": 60, "move_s": 308.0}
     fields |= {"phases": (Phase(ROLLOUT, rollout_s), Phase(TRAIN, train_s))}
-    fields |= {"takes": {ROLLOUT: take, TRAIN: take}}
+    fields |= {"demands": {ROLLOUT: demand, TRAIN: demand}}
     return SimJob(name, slo=slo, **{**fields, **changes})  # type: ignore[arg-type]
 
 
@@ -157,9 +157,9 @@ def test_no_job_is_slower_than_its_slo_whatever_the_table_within_its_spread(
             slo,
             arrival_s=float(arrival_s),
             iterations=iterations,
-            takes={
-                ROLLOUT: Take(host_bytes=size * GB, load_s=2.5, offload_s=2.5),
-                TRAIN: Take(host_bytes=size * GB, load_s=2.5, offload_s=2.5),
+            demands={
+                ROLLOUT: Demand(host_bytes=size * GB, load_s=2.5, offload_s=2.5),
+                TRAIN: Demand(host_bytes=size * GB, load_s=2.5, offload_s=2.5),
             },
         )
         for i, (rollout_s, train_s, slo, arrival_s, iterations, size) in enumerate(drawn)
