@@ -1,8 +1,8 @@
-"""`phaseloom demo` runs two GRPO jobs that share a mesh and, for a baseline, each alone before.
+"""`phaseloom demo` runs two GRPO jobs that share a mesh and, with `--baseline`, first each alone.
 
-Every run has a mesh of its own with the same configuration: the shared run in `runs/<id>/`, each
-job alone in `runs/<id>/alone-<job>/`. Each run leaves `events.jsonl`, `spans/`, `logs/` and
-`timeline.json`; the demo as a whole leaves `summary.json`, `timeline.png`, `rewards.png` and
+Every run has its own mesh with the same configuration: the shared run in `runs/<id>/`, each job
+alone in `runs/<id>/alone-<job>/`. A run writes `events.jsonl`, `spans/`, `logs/` and
+`timeline.json`. The demo as a whole writes `summary.json`, `timeline.png`, `rewards.png` and
 `replay.html`.
 """
 
@@ -44,11 +44,11 @@ from phaseloom.simulator.tables import TWO_CORES_TABLE
 TASKS = ("chain_sum", "letter_counting")
 TENANT = "demo"
 LAST_EVENTS_TIMEOUT_S = 5.0
-"""The longest wait, after a controller's end, for the log entry of its last operation."""
+"""Longest wait, after a controller ends, for the log entry of its last operation."""
 _LEAST_WEIGHTS_BYTES = 4 * 2**20
-"""The size of the smallest model that devices and host memory are sized for."""
+"""Devices and host memory have room for at least a model of this size."""
 TINY_KV_CACHE_BYTES = 32 * 2**20
-"""The size of each job's KV cache on vLLM, for the tiny model."""
+"""KV cache of each job on vLLM, for the tiny model."""
 OVERLAP_NOTE = (
     "chain_sum has about 200 distinct prompts, so its held-out prompts overlap with those it "
     "trained on; its reward shows learning, not generalisation"
@@ -187,7 +187,7 @@ async def demo(
 
 
 def _check_spatial(*, is_other: bool) -> None:
-    """Args: is_other: whether an option is given that the spatial demo does not have."""
+    """Args: is_other: whether an option is given that the spatial demo lacks."""
     if is_other:
         raise CallerError(
             "the spatial demo is of tiny models and compares runs of its own",
@@ -217,9 +217,9 @@ async def _share_in_space(
     run_dir: Path,
     console: Console,
 ) -> int:
-    """Run two jobs on one device under one multiplexing policy after the other.
+    """Run two jobs on one device under each multiplexing policy in turn.
 
-    Args: table: how much slower operations are on this machine; runs are predicted by it.
+    Args: table: the slowdowns on this machine, for predictions of the runs.
     """
     chosen = one_device.SETTINGS[setting]
     words = [*chosen.arguments, "--pool", one_device.POOL]
@@ -257,10 +257,12 @@ class Program:
 
 
 def for_pretrained(directory: Path) -> tuple[MeshConfig, Program]:
-    """A mesh whose two devices hold one job's copies of a registered model each, so that two jobs
-    must share them, and the program that trains it.
+    """Return a mesh for a registered model, and the program that trains it.
 
-    Raises: CallerError: the directory is no model's.
+    Each of the mesh's two devices has room for one job's copies of the model, so two jobs must
+    share them.
+
+    Raises: CallerError: the directory does not contain a model.
     """
     directory = directory.absolute()
     model = read_model("pretrained", directory)
@@ -278,7 +280,7 @@ def for_pretrained(directory: Path) -> tuple[MeshConfig, Program]:
 def with_vllm(
     mesh: MeshConfig, program: Program, python: Path, cache_bytes: int
 ) -> tuple[MeshConfig, Program]:
-    """The same mesh and program, with rollouts on vLLM, which needs a KV cache beside the weights.
+    """Return the mesh and program with rollouts on vLLM, which also needs room for a KV cache.
 
     Args: python: the interpreter that has vLLM.
     """
@@ -298,10 +300,10 @@ def with_vllm(
 
 
 def kv_cache_bytes(pretrained: Path | None) -> int:
-    """The size in bytes of vLLM's KV cache: room for one sequence of the model's longest length.
+    """Return the size of a KV cache for one sequence of the model's maximum length.
 
     Args:   pretrained: the model's directory; None: the tiny model.
-    Raises: CallerError: the directory is no model's.
+    Raises: CallerError: the directory does not contain a model.
     """
     if pretrained is None:
         return TINY_KV_CACHE_BYTES
@@ -314,10 +316,7 @@ def kv_cache_bytes(pretrained: Path | None) -> int:
 
 
 def check_prerequisites() -> None:
-    """Check that the packages that the demo needs are installed.
-
-    Raises: CallerError: something is missing; the remedy says how to install it.
-    """
+    """Raises: CallerError: a package that the demo needs is missing."""
     packages = ("torch", "transformers", "reasoning_gym", "matplotlib")
     check_installed("the demo", packages, "worker,demo")
 
@@ -348,9 +347,9 @@ async def _run(
     *,
     title: str,
 ) -> FinishedRun:
-    """Run controllers on a mesh of their own, and record the run.
+    """Run controllers on a new mesh, and record the run.
 
-    Raises: ExceptionGroup or PhaseloomError: the mesh did not come up, or a controller failed.
+    Raises: ExceptionGroup or PhaseloomError: the mesh did not start, or a controller failed.
     """
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -395,7 +394,7 @@ async def _recorded(
             async with asyncio.timeout(LAST_EVENTS_TIMEOUT_S):
                 await recorder.until(lambda: progress.reader.log.num_open == 0)
         except TimeoutError:
-            # Shown by the summary's counts: submitted is more than completed and failed.
+            # The summary's counts show it: fewer operations completed and failed than submitted.
             pass
         recording.cancel()
     return results

@@ -1,8 +1,8 @@
-"""The controllers of a run: `examples/grpo.py` as child processes, and what they report.
+"""The controllers of a run: `examples/grpo.py` as child processes, and their reports.
 
-A controller writes one JSON object a line on stdout, `{"event": "ready" | "warmup" | "eval" |
-"step" | "barrier" | "done", ...}`, and at a barrier waits for a line on stdin. Its stderr goes to
-a log file. The children die with this process, also when it is killed.
+A controller writes one JSON object per line to stdout, `{"event": "ready" | "warmup" | "eval" |
+"step" | "barrier" | "done", ...}`, and waits for a line on stdin at each barrier. Its stderr goes
+to a log file. The children die with this process, even if it is killed.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ class ControllerSpec:
 
     job: str
     task: str
-    """The task that the program is told; empty: it has one alone."""
+    """The task to pass to the program; empty for a program with a single task."""
     seed: int
     steps: int | None
     """GRPO steps; None: the example's own default."""
 
 
 def find_example(name: str = "grpo.py") -> Path:
-    """The path of an example: the one that is installed with this package, else the one in the
-    clone."""
+    """Return the path of an example: the installed one, or else the one in the clone."""
     installed = Path(__file__).with_name("examples") / name
     if installed.is_file():
         return installed
@@ -53,10 +52,10 @@ def find_example(name: str = "grpo.py") -> Path:
 class Controllers:
     """The controllers of one run, which pass each barrier together.
 
-    Args: script: the controller's program (`find_example`).
-          environment: variables that tell them how to reach the mesh, beside the inherited ones.
-          arguments: words for the command lines of all of them.
-          heard: called with (job, line) for every line that a controller writes.
+    Args: script: the controllers' program (`find_example`).
+          environment: variables to reach the mesh, in addition to the inherited ones.
+          arguments: further arguments for every command line.
+          on_line: called with (job, line) for every line that a controller writes.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Controllers:
         self._barriers = {name: asyncio.Barrier(len(specs)) for name in BARRIERS}
 
     async def run(self) -> list[JobResult]:
-        """Run all controllers to their end, and return their results in the order of the specs.
+        """Run all controllers to the end and return their results in the order of the specs.
 
         Raises: ExceptionGroup of ResourceError: a controller failed; the others are stopped.
         """
@@ -134,9 +133,9 @@ class Controllers:
 
 
 def result_of(job: str, said: Sequence[ControllerLine]) -> JobResult:
-    """The result of a job, gathered from its controller's lines.
+    """Return the result of a job from its controller's lines.
 
-    Raises: ResourceError: the controller ended well without saying `done`.
+    Raises: ResourceError: the controller exited with code 0 but never reported `done`.
     """
     steps = [line for line in said if line["event"] == "step"]
     done = next((line for line in said if line["event"] == "done"), None)

@@ -1,4 +1,4 @@
-"""A run's two pictures: who held which device when, and how the rewards went.
+"""The two pictures of a run: the use of the devices over time, and the rewards.
 
 matplotlib is imported when a picture is drawn, with the Agg canvas: no display, no global state.
 Colours are those of the Okabe-Ito palette, which colour-blind readers can tell apart too.
@@ -34,10 +34,10 @@ SWITCH_COLOUR = "#222222"
 IDLE_COLOUR = "#EEEEEE"
 DOTS_PER_INCH = 150
 TURNS_SHOWN = 3.0
-"""The number of steps of each job in the picture's window."""
+"""Steps of each job in the picture's window."""
 SMOOTHING_STEPS = 10
 LABEL_SHARE = 0.0075
-"""The share of the picture's width that one character of a label needs."""
+"""Share of the picture's width that one character of a label needs."""
 SHORT = {
     "generate": "generate",
     "forward": "ref",
@@ -54,7 +54,7 @@ LIGHTNESS = {
     "publish_weights": 0.6,
     "sync_weights": 0.6,
 }
-"""How far towards white the colour of each operation kind goes, 0 to 1."""
+"""Operation kind → how much its colour is lightened, from 0 (not at all) to 1 (white)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Panel:
 
 
 def draw_timeline(panels: Sequence[Panel], summary: Summary, path: Path) -> None:
-    """Draw a Gantt chart of each run's middle to `path` (PNG), the same length of time for all."""
+    """Draw a Gantt chart of the middle of each run to `path` (PNG), all of the same length."""
     from matplotlib.figure import Figure
 
     jobs = [job.name for job in summary.jobs]
@@ -87,7 +87,7 @@ def draw_timeline(panels: Sequence[Panel], summary: Summary, path: Path) -> None
 
 
 def draw_rewards(results: Sequence[JobResult], path: Path) -> None:
-    """Draw the rewards to `path` (PNG): every step, smoothed, and held out before and after."""
+    """Draw the rewards to `path` (PNG): of every step, smoothed, and held out before and after."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.2 * len(results), 4.2), layout="constrained")
@@ -119,7 +119,7 @@ def job_colours(jobs: Sequence[str]) -> dict[str, str]:
 
 
 def steady_window(panel: Panel) -> Interval:
-    """The window of a few steps in the middle of the time when all jobs of the run were in GRPO."""
+    """Return a window of a few steps in the middle of the time in which all jobs ran GRPO."""
     windows = [window_of(grpo_executions(panel.log, r)) for r in panel.results]
     start_s, end_s = max(w[0] for w in windows), min(w[1] for w in windows)
     step_s = max((w[1] - w[0]) / r.steps for w, r in zip(windows, panel.results, strict=True))
@@ -129,8 +129,7 @@ def steady_window(panel: Panel) -> Interval:
 
 
 def smoothed(values: Sequence[float], steps: int) -> list[float]:
-    """The mean of the last `steps` values at each place; of all values so far at the first
-    places."""
+    """Return the moving mean of the last `steps` values, or of fewer at the beginning."""
     return [
         sum(values[max(0, i + 1 - steps) : i + 1]) / min(i + 1, steps) for i in range(len(values))
     ]
@@ -170,12 +169,12 @@ def _overlaps(interval: Interval, window: Interval) -> bool:
 
 
 def colour_of(execution: Execution, colours: dict[str, str]) -> Colour:
-    """The colour of an execution: its job's, lighter for the smaller operations of a phase."""
+    """Return the job's colour, lighter for the smaller operations of a phase."""
     return lightened(colours[execution.key.job], LIGHTNESS.get(execution.kind, 0.0))
 
 
 def _bar(ax: Axes, row: int, interval: Interval, window: Interval, colour: str | Colour) -> None:
-    """Draw one bar on top of those that are drawn already."""
+    """Draw one bar on top of the existing ones."""
     start_s, end_s = max(interval[0], window[0]), min(interval[1], window[1])
     ax.barh(
         row,
@@ -191,7 +190,7 @@ def _bar(ax: Axes, row: int, interval: Interval, window: Interval, colour: str |
 def _draw_labels(
     ax: Axes, row: int, here: Sequence[Execution], window: Interval, colours: dict[str, str]
 ) -> None:
-    """Label each stretch of operations of one kind and job, where there is room for the word."""
+    """Label each run of operations of one kind and job if the label fits."""
     for (_, kind), group in groupby(here, key=lambda e: (e.key.job, e.kind)):
         run = list(group)
         start_s, end_s = max(run[0].start_s, window[0]), min(run[-1].end_s, window[1])
@@ -206,13 +205,13 @@ def _draw_labels(
             va="center",
             fontsize=8,
             color="black" if LIGHTNESS.get(kind, 0.0) else "white",
-            # The label has a ground of its own, so that no line between operations crosses it.
+            # The label has its own background, so that lines between operations do not cross it.
             bbox={"facecolor": colour_of(run[0], colours), "edgecolor": "none", "pad": 1.0},
         )
 
 
 def lightened(colour: str, share: float) -> Colour:
-    """A colour moved towards white by `share`."""
+    """Return a colour moved towards white by `share`."""
     red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return (red + (1 - red) * share, green + (1 - green) * share, blue + (1 - blue) * share)
 

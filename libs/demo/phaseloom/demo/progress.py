@@ -22,7 +22,7 @@ JOB_STYLES = ("blue", "yellow", "green", "magenta")
 
 @dataclass(slots=True)
 class JobProgress:
-    """How far a job is, as its controller reports it."""
+    """The progress of a job as reported by its controller."""
 
     doing: str = "starts"
     step: int = 0
@@ -50,15 +50,16 @@ class JobProgress:
 
     @property
     def reward(self) -> float | None:
-        """The mean reward of the newest steps; None before the first step."""
+        """Mean reward of the newest steps; None before the first step."""
         recent = self.rewards[-RECENT_REWARDS:]
         return sum(recent) / len(recent) if recent else None
 
 
 class Progress:
-    """A display of one run, shown between entering and leaving this context manager.
+    """A display of one run, visible while this context manager is open.
 
-    It is fed with the lines of the controllers (`heard`) and the entries of the log (`watched`).
+    Callers pass it the lines of the controllers (`on_line`) and the entries of the log
+    (`on_entry`).
     """
 
     def __init__(self, console: Console, title: str, jobs: Sequence[str]) -> None:
@@ -86,7 +87,7 @@ class Progress:
             self._live.stop()
 
     def heard(self, job: str, line: ControllerLine) -> None:
-        """Take a line that a controller wrote."""
+        """Handle a line from a controller."""
         progress = self._jobs[job]
         before = progress.doing
         progress.heard(line)
@@ -97,11 +98,11 @@ class Progress:
             self._console.print(self.line(job, now_s), soft_wrap=True)
 
     def watched(self, entry: Recorded) -> None:
-        """Take an entry of the decision log."""
+        """Handle an entry of the decision log."""
         self.reader.step(entry)
 
     def line(self, job: str, now_s: float) -> str:
-        """A job's progress in one plain line."""
+        """Return a job's progress as one plain line."""
         p = self._jobs[job]
         held_out = "".join(f", held out {r:.3f}" for r in p.held_out[-1:])
         reward = "" if p.reward is None else f", reward {p.reward:.3f}"

@@ -2,25 +2,25 @@
 
 Everything here is pure. Definitions:
 
-- *Window* of a job: from the moment its first GRPO operation was queued to the end of its last
-  one. GRPO operations are those queued between the controller's `grpo_start_t` and `grpo_end_t`,
-  so warm-up and evaluations lie outside. T of a run: from the first window's start to the last
-  window's end.
-- *Device-seconds per training step*: alone (D·T_A + D·T_B)/(N_A + N_B), the jobs run one after
-  the other on D devices each; shared D·T/(N_A + N_B). Saved = 1 − shared/alone.
-- *Context switch*: an activation opened for another job than the device's previous activation,
-  which moved bytes. Its seconds are its offload plus its load. One over several devices counts
-  once, its seconds on each.
-- *Hidden*: the switch seconds during which no ready operation waited for that device. An operation
-  waits from the time it is ready (queued, predecessors and `after` done) until it starts. So an
-  activation opened speculatively hides what was over before its operation was ready, and a wrong
-  guess hides nothing of what another job's operation waited.
-- *Bound*: two synchronous jobs cannot share in less time than the busiest device needs for both,
-  nor than either job needs alone: T ≥ max(per device: busy_A + busy_B; T_A; T_B), all measured
-  alone.
+- *Window* of a job: from the queueing of its first GRPO operation to the end of the last one. GRPO
+  operations are queued between the controller's `grpo_start_t` and `grpo_end_t`, so warm-up and
+  evaluations are outside. T of a run: from the first window's start to the last window's end.
+- *Device-seconds per training step*, for D devices and N_A and N_B steps: alone
+  (D·T_A + D·T_B)/(N_A + N_B), the jobs one after the other; shared D·T/(N_A + N_B).
+  Saved = 1 − shared/alone.
+- *Context switch*: an activation that moved bytes and belongs to another job than the device's
+  previous activation. Its seconds are offload plus load. A switch over several devices counts once,
+  with its seconds on each.
+- *Hidden*: the switch seconds during which no ready operation waited for the device. An operation
+  waits from ready (queued, predecessors and `after` done) until it starts. So a speculative
+  activation hides the part before its operation was ready, and a wrong guess hides nothing of the
+  wait of another job's operation.
+- *Bound*: two synchronous jobs that share devices need at least the busiest device's time for both,
+  and at least the time of either job alone: T ≥ max(per device: busy_A + busy_B; T_A; T_B), all
+  measured alone.
 
-A device is called like its node, or `<node>/<index>` where a node has several. Execution times
-are the workers' clocks, the others the server's: one machine, or synchronised.
+A device has the name of its node, or `<node>/<index>` if the node has several. Execution times come
+from the workers' clocks and all others from the server's clock, so the clocks must agree.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from phaseloom.common.observability.intervals import Interval, intersect, merge,
 from phaseloom.common.observability.readiness import Readiness
 from phaseloom.simulator.predictions import PredictedDurations, PredictedStarts
 
-# --- What the controllers say ---------------------------------------------------------------------
+# --- From the controllers -------------------------------------------------------------------------
 
 
 class JobResult(msgspec.Struct, frozen=True):
-    """The outcome of a job, with the times at which its GRPO steps began and ended."""
+    """The outcome of a job, with the start and the end of its GRPO steps."""
 
     name: str
     steps: int
@@ -62,12 +62,12 @@ class JobResult(msgspec.Struct, frozen=True):
     """Mean training reward of each step."""
 
 
-# --- What the log says ----------------------------------------------------------------------------
+# --- From the log ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """One operation as it ran on its devices."""
+    """The execution of one operation on its devices."""
 
     key: OperationKey
     kind: str
@@ -106,7 +106,7 @@ class Switch:
 
 @dataclass(slots=True)
 class RunLog:
-    """A recorded decision log, read once."""
+    """The executions, switches and counts of a recorded decision log."""
 
     devices: list[str] = field(default_factory=list)
     executions: list[Execution] = field(default_factory=list)
@@ -117,7 +117,7 @@ class RunLog:
 
     @property
     def num_open(self) -> int:
-        """The number of operations that have no outcome in the log yet."""
+        """Number of operations without an outcome in the log."""
         return self.submitted - self.completed - self.failed
 
     def of_job(self, job: str) -> list[Execution]:
@@ -125,7 +125,7 @@ class RunLog:
 
 
 class LogReader:
-    """A fold of recorded events into a RunLog, which can be read while the run goes on."""
+    """Folds recorded events into a RunLog, which can be read during the run."""
 
     def __init__(self) -> None:
         self.log = RunLog()
@@ -134,10 +134,10 @@ class LogReader:
         self._ready_s: dict[OperationKey, float] = {}
         self._ended: set[OperationKey] = set()
         self._device_names: dict[str, list[str]] = {}
-        """The names of each node's devices."""
+        """Node → the names of its devices."""
         self._devices: dict[DeploymentKey, tuple[str, ...]] = {}
         self.resident: dict[str, str] = {}
-        """The job of each device's newest activation."""
+        """Device → the job of its newest activation."""
 
     def step(self, entry: Recorded) -> None:
         for key in self._readiness.step(entry.event):
@@ -213,7 +213,7 @@ class LogReader:
 
 
 def read_log(events: Iterable[Recorded]) -> RunLog:
-    """The executions, switches and counts of a run."""
+    """Fold all recorded events of a run."""
     reader = LogReader()
     for entry in events:
         reader.step(entry)
@@ -224,21 +224,21 @@ def read_log(events: Iterable[Recorded]) -> RunLog:
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """What the devices did during a stretch of a run."""
+    """The use of the devices during a window of a run."""
 
     seconds: float
     context_switches: int
     switch_seconds: float
     hidden_switch_seconds: float
     busy_share: dict[str, float]
-    """For each device, the share of the stretch in which an operation ran on it."""
+    """Device → share of the window in which an operation ran on it."""
     waiting_share: dict[str, float]
-    """For each device, the share in which it neither ran nor switched although an operation was
-    ready. It is the cost of messages, and of holding the device for a job that comes back."""
+    """Device → share of the window in which it neither ran nor switched although an operation was
+    ready: the cost of messages, and of keeping the device for a job that will return."""
 
 
 def grpo_executions(log: RunLog, result: JobResult) -> list[Execution]:
-    """The operations of a job's GRPO steps.
+    """Return the operations of a job's GRPO steps.
 
     Raises: ValueError: the log has none.
     """
@@ -253,12 +253,12 @@ def grpo_executions(log: RunLog, result: JobResult) -> list[Execution]:
 
 
 def window_of(executions: Sequence[Execution]) -> Interval:
-    """The time from the queueing of the first of these executions to the end of the last."""
+    """Return the window from the first queueing to the last end of these executions."""
     return (min(e.queued_s for e in executions), max(e.end_s for e in executions))
 
 
 def figures(log: RunLog, window: Interval) -> Figures:
-    """The figures of the devices in one window of a run."""
+    """Compute the use of the devices in one window of a run."""
     seconds = window[1] - window[0]
     switches = [s for s in log.switches if window[0] <= s.start_s < window[1]]
     switch_s = hidden_s = 0.0
@@ -277,7 +277,7 @@ def figures(log: RunLog, window: Interval) -> Figures:
 
 
 def busy_seconds(executions: Iterable[Execution]) -> dict[str, float]:
-    """For each device, the seconds in which one of these executions ran on it."""
+    """Return device → seconds in which any of these executions ran on it."""
     on_device: dict[str, list[Interval]] = {}
     for execution in executions:
         for device in execution.devices:
@@ -286,7 +286,7 @@ def busy_seconds(executions: Iterable[Execution]) -> dict[str, float]:
 
 
 def least_shared_seconds(alone: Sequence[tuple[float, dict[str, float]]]) -> float:
-    """The bound below which the T of a shared run cannot fall.
+    """Return the lower bound of the T of a shared run.
 
     Args: alone: for each job, measured alone, its T and its busy seconds on each device.
     """
@@ -305,7 +305,7 @@ class JobSummary(msgspec.Struct, frozen=True):
     reward_end: float
     weights_sha256: str
     slowdown: float | None
-    """GRPO seconds shared over alone; None without a baseline."""
+    """GRPO seconds shared, relative to alone; None without a baseline."""
     grpo_seconds: float
 
 
@@ -318,14 +318,14 @@ class BaselineJob(msgspec.Struct, frozen=True):
     grpo_seconds: float
     seconds_per_step: float
     busy_seconds_per_step: dict[str, float]
-    """For each device, the busy seconds of a step of the job alone."""
+    """Device → busy seconds of a step of the job alone."""
     context_switches: int
 
 
 class Baseline(msgspec.Struct, frozen=True):
     jobs: list[BaselineJob]
     weights_identical: bool
-    """Whether every job's weights have the same SHA-256 alone and shared."""
+    """Whether each job's weights have the same SHA-256 alone and shared."""
 
 
 class DeviceSeconds(msgspec.Struct, frozen=True):
@@ -334,14 +334,11 @@ class DeviceSeconds(msgspec.Struct, frozen=True):
 
 
 class WholeRun(msgspec.Struct, frozen=True):
-    """The figures of a whole run, from the first operation queued to the end of the last.
-
-    Warm-up and evaluations are included.
-    """
+    """The figures of a whole run, including warm-up and evaluations."""
 
     seconds: float
     alone_seconds: float | None
-    """The sum of the jobs' whole runs alone; None without a baseline."""
+    """Sum of the jobs' whole runs alone; None without a baseline."""
     saved_percent: float | None
     context_switches: int
     switch_seconds: float
@@ -356,7 +353,7 @@ class Operations(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """The content of `summary.json`. All figures but `whole_run` are those of the GRPO window."""
+    """The content of `summary.json`. All figures except `whole_run` are of the GRPO window."""
 
     run: str
     seed: int
@@ -372,14 +369,14 @@ class Summary(msgspec.Struct, frozen=True):
     device_seconds_per_step: DeviceSeconds
     saved_percent: float | None
     bound_saved_percent: float | None
-    """The most that two synchronous jobs can save, by their phases measured alone."""
+    """The most that two synchronous jobs can save, given their phases measured alone."""
     operations: Operations
     whole_run: WholeRun
     notes: list[str]
     predicted_starts: PredictedStarts | None = None
-    """How well `explain` predicted the starts of the whole shared run; None where nobody asked."""
+    """Errors of the starts that `explain` predicted in the whole shared run; None: not computed."""
     predicted_durations: PredictedDurations | None = None
-    """How well the profiler predicted the durations of the whole shared run's operations."""
+    """Errors of the durations that the profiler predicted in the whole shared run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,10 +398,10 @@ def summarize(
     predicted_starts: PredictedStarts | None = None,
     predicted_durations: PredictedDurations | None = None,
 ) -> Summary:
-    """The summary of a shared run, compared with the same jobs alone where these were run.
+    """Summarize a shared run, and compare it with the same jobs alone if those were run.
 
     Args:   results: the results of every job in the shared run.
-            alone: a run for each of these jobs, in the same order, or none at all.
+            alone: a run of each of these jobs, in the same order; empty: no comparison.
     Raises: ValueError: a job has no GRPO operation in its log.
     """
     windows = [window_of(grpo_executions(log, r)) for r in results]

@@ -1,15 +1,14 @@
-"""`phaseloom demo --spatial`: two jobs on one device of two cores, by turns and side by side.
+"""`phaseloom demo --spatial`: two jobs on one device of two cores, in turns and at the same time.
 
-The same two jobs run under each multiplexing policy, one policy after the other, for several
-rounds: `off` (the device is shared in time alone), `static` (a core for each job), and those that
-are asked for. Each run has a mesh of its own in `runs/<id>/round-<n>-<policy>/`, with its timeline,
-in which one sees who had how many cores when. `summary.json` has the medians of the rounds, and
-every run. Each run is also predicted, from the run by turns of its round and the table of slowdowns
-(`simulator.rerun`).
+In each of several rounds, the same two jobs run under each multiplexing policy: `off` (sharing in
+time only), `static` (one core per job), and the requested policies. Each run has its own mesh in
+`runs/<id>/round-<n>-<policy>/`, with a timeline that shows which job had how many cores.
+`summary.json` has the medians of the rounds, and every run. Each run is also predicted, from the
+run in turns of its round and the table of slowdowns (`simulator.rerun`).
 
-A setting says which jobs they are and how much memory the device has: jobs that always have work,
-jobs that wait for tools, a device without memory for both trainings at once, and a table by which
-sharing does not pay, where `greedy` must not share.
+A setting names the jobs and the memory of the device: jobs that always have work, jobs that wait
+for tools, a device without memory for both trainings at once, and a table by which sharing does not
+pay, so that `greedy` must not share.
 """
 
 from __future__ import annotations
@@ -43,20 +42,20 @@ class Setting:
     """Two jobs, and the device that they share."""
 
     about: str
-    """A few words on the two jobs, for the heading of the results."""
+    """Description of the two jobs, for the heading of the results."""
     steps: int
-    """The steps of each job in a run, where no others are asked for."""
+    """Default number of steps of each job in a run."""
     device_bytes: int
     example: str = "grpo.py"
     """The controllers' program."""
     arguments: tuple[str, ...] = ()
     jobs: tuple[str, ...] = ()
-    """The names of the jobs, which differ in their seeds; none: one for each task."""
+    """Names of the jobs, which differ in their seeds; empty: one job for each task."""
     table: Path = TWO_CORES_TABLE
-    """The table of slowdowns that says what runs side by side."""
+    """The table of slowdowns that the scheduler decides by."""
     shares: bool = True
-    """Whether sharing pays by the table; else `greedy` must not share. `fair` may all the same: it
-    keeps two jobs level where that gets less done."""
+    """Whether sharing pays by the table. If not, `greedy` must not share. `fair` may share anyway,
+    because it balances two jobs even if less gets done."""
 
     def specs(self, tasks: Sequence[str], seed: int, steps: int | None) -> list[ControllerSpec]:
         steps = steps or self.steps
@@ -66,9 +65,9 @@ class Setting:
 
 
 _EVERYTHING_BYTES = 64 * 2**20
-"""Memory for the states of both jobs: no time is spent on switches."""
+"""Room for the states of both jobs, so that no time is spent on switches."""
 _SHORT = ("--warmup-steps", "30")
-"""Less preparation than the example's own, so that nine runs take five minutes on two cores."""
+"""Less warm-up than the example's default, so that nine runs take five minutes on two cores."""
 SETTINGS = {
     "steady": Setting(
         "two GRPO jobs that always have work", 12, _EVERYTHING_BYTES, arguments=_SHORT
@@ -101,10 +100,10 @@ SETTINGS = {
     ),
 }
 STEADY = "steady"
-"""The setting where none is named."""
+"""The default setting."""
 LEAST_BESIDE = 0.05
-"""The share of a run in which operations of both jobs may run at the same time though nothing is
-shared: what only moves state runs beside anything."""
+"""Share of a run in which operations of both jobs may overlap even if the device is not shared:
+operations that only move state may overlap with anything."""
 
 
 class SpatialRun(msgspec.Struct, frozen=True):
@@ -113,15 +112,15 @@ class SpatialRun(msgspec.Struct, frozen=True):
     round: int
     multiplexing: str
     seconds: float
-    """From the first step of either job to the last one's end."""
+    """From the first step of either job to the end of the last one."""
     weights_sha256: dict[str, str]
     """Job → SHA-256 of its final weights."""
     beside: float = 0.0
-    """The share of these seconds in which operations of both jobs ran."""
+    """Share of these seconds in which operations of both jobs ran."""
     begin_unix_s: float = 0.0
-    """When the first step began."""
+    """Start of the first step."""
     predicted_seconds: float | None = None
-    """The seconds that the run by turns of the same round makes one expect, with the table."""
+    """Prediction from the run in turns of the same round and the table."""
     not_predicted: str = ""
     """Why the run could not be predicted."""
 
@@ -131,33 +130,33 @@ class PolicyFigures(msgspec.Struct, frozen=True):
 
     seconds: float
     ratio: float
-    """How many times longer the jobs take in turns: the median of the rounds' ratios."""
+    """Time in turns relative to the time under this policy: the median of the rounds' ratios."""
     ratios: list[float]
     """The ratio of each round."""
     over_static: float
-    """How many times longer they take with a core each, likewise."""
+    """The same ratio for `static` instead of in turns."""
     beside: float
-    """The share of the time in which operations of both jobs ran."""
+    """Share of the time in which operations of both jobs ran."""
     predicted_over: list[float] = []
-    """The predicted seconds over the real ones of each round; empty: nothing was predicted."""
+    """Predicted over real seconds of each round; empty: nothing was predicted."""
 
 
 class Spatial(msgspec.Struct, frozen=True):
     serial_seconds: float
-    """The median over the rounds, in seconds; the next two fields likewise."""
+    """Median over the rounds, as are the next two fields."""
     static_seconds: float
     multiplexed_seconds: float
-    """Under the first of the policies that were asked for, as the next two fields."""
+    """Under the first requested policy, as are the next two fields."""
     ratio: float
     ratios: list[float]
     weights_identical: bool
-    """Whether each job has the same final weights in all runs, bit for bit."""
+    """Whether each job has bit-identical final weights in all runs."""
     runs: list[SpatialRun]
     setting: str = STEADY
     policies: dict[str, PolicyFigures] = {}
-    """The figures of each policy, `static` too."""
+    """The figures of each policy, including `static`."""
     serial_predicted_over: list[float] = []
-    """The same of `PolicyFigures.predicted_over`, of `off`."""
+    """`PolicyFigures.predicted_over` for `off`."""
 
 
 class SpatialSummary(msgspec.Struct, frozen=True):
@@ -172,9 +171,9 @@ class SpatialSummary(msgspec.Struct, frozen=True):
 def chosen(
     setting: str, multiplexing: Sequence[str], rounds: int, slowdowns: Path | None = None
 ) -> Setting:
-    """The setting of this name, where all that is asked for can be compared in it.
+    """Return the setting of this name after checking the other choices.
 
-    Raises: CallerError: it cannot; the error names the parameter.
+    Raises: CallerError: a choice is not valid. The error names the parameter.
     """
     if setting not in SETTINGS:
         raise CallerError(
@@ -203,7 +202,7 @@ def chosen(
 
 
 def mesh_of(multiplexing: str, settings: MeshConfig, setting: str = STEADY) -> MeshConfig:
-    """A mesh of one device of two cores."""
+    """Return the settings for a mesh of one device with two cores."""
     node = NodeConfig(
         "device-0",
         POOL,
@@ -229,9 +228,10 @@ def directory_of(run_dir: Path, number: int, multiplexing: str) -> Path:
 
 
 def predicted(runs: Sequence[SpatialRun], run_dir: Path, table: SlowdownTable) -> list[SpatialRun]:
-    """The same runs, with the seconds that are predicted of each, or why that failed.
+    """Return the runs with a prediction for each, or the reason why there is none.
 
-    Args: run_dir: the demo's, with the logs of the runs. table: how much slower operations are.
+    Args: run_dir: the demo's directory, with the logs of the runs.
+          table: the slowdowns to predict by.
     """
     by_turns = {run.round: run for run in runs if run.multiplexing == SERIAL}
     return [_predicted(run, by_turns[run.round], run_dir, table) for run in runs]
@@ -245,13 +245,13 @@ def _predicted(
         log = read_entries(directory_of(run_dir, run.round, SERIAL) / "events.jsonl")
         entries = [(each.sequence, each.time_unix_s, each.event) for each in log]
         seconds = makespan_s(entries, window, run.multiplexing, table)
-    except Exception as error:  # whatever it is, the run itself was measured
+    except Exception as error:  # the measurement is valid even if its prediction fails
         return replace(run, not_predicted=f"{type(error).__name__}: {error}")
     return replace(run, predicted_seconds=seconds)
 
 
 def _beside_s(log: RunLog, window: Interval) -> float:
-    """The seconds of a span of time in which operations of both jobs ran."""
+    """Return the seconds of a window in which operations of both jobs ran."""
     by_job: dict[str, list[Interval]] = {}
     for ran in log.executions:
         by_job.setdefault(ran.key.job, []).append(ran.interval)
@@ -262,9 +262,9 @@ def _beside_s(log: RunLog, window: Interval) -> float:
 
 
 def summarize(runs: Sequence[SpatialRun], setting: str = STEADY) -> Spatial:
-    """The medians over the rounds.
+    """Return the medians over the rounds.
 
-    Args: runs: the runs of whole rounds, of `off`, `static` and others in this order.
+    Args: runs: complete rounds, each with `off`, `static` and the other policies in this order.
     """
     by: dict[str, list[SpatialRun]] = {}
     for run in runs:
@@ -311,7 +311,7 @@ def _predicted_over(runs: Sequence[SpatialRun]) -> list[float]:
 
 
 def lines_of(spatial: Spatial) -> list[str]:
-    """The figures in prose."""
+    """Return the figures as lines of prose."""
     same = "identical" if spatial.weights_identical else "DIFFERENT"
     lines = [
         "",
@@ -342,8 +342,7 @@ def _told(predicted_over: Sequence[float]) -> str:
 
 
 def problems(spatial: Spatial) -> list[str]:
-    """A sentence for each thing that should hold and does not; a small gain by sharing is no such
-    thing."""
+    """Return a sentence for each failed expectation. A small gain by sharing is not one."""
     found = []
     if not spatial.weights_identical:
         found.append("final weights depend on how the device was shared")

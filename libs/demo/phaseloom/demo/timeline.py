@@ -1,12 +1,13 @@
 """A run's spans as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
-Each node is a process with a track for each device (execute, with the sub-stages of a rollout
-inside; switch, with offload and load inside),
-and one for the shares of a device that several use at the same time: who had how many of its units.
-Each job is a process with, for each deployment, its submits, its queue waits and its messages. An
-arrow leads from each submit to its execution. Slices on one thread must nest or must not overlap,
-so submits that overlap go to further lanes of the same name. Queue waits and messages, which
-overlap by the hundred, are asynchronous events, which the viewer stacks in one track for each name.
+Each node is a process with two kinds of tracks. A device's track has executions, with the
+sub-stages of rollouts inside, and switches, with offload and load inside. A track of shares shows
+which deployment had how many units of a device that several use at the same time.
+
+Each job is a process with the submits, queue waits and messages of each deployment. An arrow leads
+from each submit to its execution. Slices of one thread must nest or be disjoint, so overlapping
+submits use additional lanes of the same name. Queue waits and messages overlap by the hundred. They
+are asynchronous events, which the viewer stacks in one track per name.
 
 Format: the JSON object form of the Trace Event Format; `ts` and `dur` are microseconds.
 All functions but `write_timeline` are pure. Cost: O(n log n) in the spans.
@@ -36,7 +37,7 @@ def write_timeline(spans: Sequence[SpanLine], path: Path) -> None:
 
 
 def chrome_trace(spans: Sequence[SpanLine]) -> dict[str, Any]:
-    """The trace as a JSON-ready object."""
+    """Return the trace as a JSON-ready object."""
     whole = [_with_inherited(span, attributes) for span, attributes in _inherited(spans)]
     placed = _Tracks()
     origin_ns = min((span.start_unix_ns for span in whole), default=0)
@@ -61,7 +62,7 @@ def chrome_trace(spans: Sequence[SpanLine]) -> dict[str, Any]:
 
 
 def track_of(span: SpanLine) -> Track | None:
-    """The track on which a span is drawn; None where it belongs to no device or deployment."""
+    """Return the track of a span; None if it belongs to no device and no deployment."""
     attributes = span.attributes
     if span.name in DEVICE_SPANS and "node" in attributes:
         return (f"node {attributes['node']}", f"device {attributes.get('device', 0)}")
@@ -78,7 +79,7 @@ def track_of(span: SpanLine) -> Track | None:
 class _Lane:
     thread: int
     open_ends_ns: list[int] = field(default_factory=list)
-    """The ends of the slices that are still open, the outermost first."""
+    """Ends of the open slices, outermost first."""
 
     def takes(self, span: SpanLine) -> bool:
         while self.open_ends_ns and self.open_ends_ns[-1] <= span.start_unix_ns:
@@ -87,7 +88,7 @@ class _Lane:
 
 
 class _Tracks:
-    """The numbers of processes and threads, and a lane for each span in which it nests."""
+    """Numbers of processes and threads, and for each span a lane in which it nests."""
 
     def __init__(self) -> None:
         self._processes: dict[str, int] = {}
@@ -95,7 +96,10 @@ class _Tracks:
         self._num_threads = 0
 
     def lane(self, track: Track, span: SpanLine) -> tuple[int, int]:
-        """The (pid, tid) of a span's lane. Spans must come by their start, longer ones first."""
+        """Return the (pid, tid) of a span's lane.
+
+        Callers pass spans in order of their start, and longer ones first among equals.
+        """
         pid = self.process(track[0])
         lanes = self._lanes.setdefault(track, [])
         found = next((lane for lane in lanes if lane.takes(span)), None)
@@ -110,7 +114,7 @@ class _Tracks:
         return self._processes.setdefault(name, len(self._processes) + 1)
 
     def names(self) -> Iterator[TraceEvent]:
-        """Metadata events that name the processes and threads, and put nodes above jobs."""
+        """Yield metadata events that name processes and threads, and sort nodes above jobs."""
         for order, (process, pid) in enumerate(sorted(self._processes.items(), reverse=True)):
             yield _metadata("process_name", pid, 0, name=process)
             yield _metadata("process_sort_index", pid, 0, sort_index=order)
@@ -165,7 +169,7 @@ def _args(span: SpanLine) -> dict[str, Attribute]:
 
 
 def _arrows(ends: dict[tuple[str, str], TraceEvent]) -> Iterator[TraceEvent]:
-    """Flow events from each submit to the slice that executed the operation."""
+    """Yield flow events from each submit to the slice that executed the operation."""
     submits = [(op, event) for (name, op), event in ends.items() if name == "submit"]
     for number, (operation, submit) in enumerate(submits, 1):
         execute = ends.get(("execute", operation))
@@ -178,9 +182,9 @@ def _arrows(ends: dict[tuple[str, str], TraceEvent]) -> Iterator[TraceEvent]:
 
 
 def _inherited(spans: Sequence[SpanLine]) -> Iterable[tuple[SpanLine, dict[str, Attribute]]]:
-    """Each span with its own attributes and those of its ancestors.
+    """Yield each span with its own attributes and those of its ancestors.
 
-    `offload` and `load` say which bytes moved; node and device are on the `switch` around them.
+    `offload` and `load` only have the bytes moved; their parent `switch` has the node and device.
     """
     by_id = {span.span_id: span for span in spans}
     for span in spans:

@@ -1,4 +1,4 @@
-"""The summary of a run as text for people: tables, notes, and a list of what went wrong."""
+"""The summary of a run as text: tables, notes, and a list of problems."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def tables(summary: Summary) -> Group:
 
 
 def hashes(summary: Summary) -> list[str]:
-    """Lines with the SHA-256 of each job's final weights, shared and, with a baseline, alone."""
+    """Return lines with the SHA-256 of each job's final weights, shared and, if run, alone."""
     lines = ["", "SHA-256 of the final weights"]
     before = summary.baseline.jobs if summary.baseline else []
     alone = {job.name: job.weights_sha256 for job in before}
@@ -28,7 +28,7 @@ def hashes(summary: Summary) -> list[str]:
 
 
 def notes(summary: Summary) -> list[str]:
-    """The figures of a run in lines of prose; terms that could be misread are defined there."""
+    """Return the figures of a run as lines of prose, which also define ambiguous terms."""
     whole, operations = summary.whole_run, summary.operations
     lines = []
     if summary.saved_percent is not None and summary.bound_saved_percent is not None:
@@ -71,7 +71,7 @@ def notes(summary: Summary) -> list[str]:
 
 
 def problems(summary: Summary, *, judges_rewards: bool) -> list[str]:
-    """A sentence for each thing that should hold and does not; empty after a good run.
+    """Return a sentence for each failed expectation, or an empty list after a good run.
 
     Args: judges_rewards: whether rewards must have risen; False for runs too short to learn.
     """
