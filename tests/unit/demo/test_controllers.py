@@ -73,7 +73,7 @@ class Run:
             [ControllerSpec(task, task, seed=0, steps=2) for task in tasks],
             environment={"PHASELOOM_URL": "nats://here:1"},
             logs=directory,
-            heard=lambda job, line: self.lines.append((job, line)),
+            on_line=lambda job, line: self.lines.append((job, line)),
         )
 
     def pids(self) -> list[int]:
@@ -120,14 +120,14 @@ async def test_failure_names_the_job_its_last_words_and_the_log(tmp_path: Path) 
 async def test_children_end_when_the_run_is_cancelled(tmp_path: Path) -> None:
     run = Run(tmp_path, "hangs")
     reached = asyncio.Event()
-    heard = run.controllers._heard
+    on_line = run.controllers._on_line
 
     def watch(job: str, line: ControllerLine) -> None:
-        heard(job, line)
+        on_line(job, line)
         if line["event"] == "step":
             reached.set()
 
-    run.controllers._heard = watch
+    run.controllers._on_line = watch
     task = asyncio.create_task(run.controllers.run())
     await reached.wait()
     (pid,) = run.pids()

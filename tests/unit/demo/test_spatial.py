@@ -23,13 +23,13 @@ from phaseloom.demo.spatial import (
     SETTINGS,
     SpatialRun,
     SpatialSummary,
-    chosen,
     directory_of,
     lines_of,
     mesh_of,
     predicted,
     problems,
     run_of,
+    setting_of,
     summarize,
     write,
 )
@@ -147,12 +147,12 @@ def test_sharing_is_a_problem_where_the_table_says_that_it_does_not_pay() -> Non
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_setting_is_of_two_jobs_that_an_example_can_run(setting: str) -> None:
-    chosen = SETTINGS[setting]
-    specs = chosen.specs(("chain_sum", "letter_counting"), 0, None)
+    setting_of = SETTINGS[setting]
+    specs = setting_of.specs(("chain_sum", "letter_counting"), 0, None)
     assert len({spec.job for spec in specs}) == 2
     assert len({(spec.task, spec.seed) for spec in specs}) == 2
-    assert find_example(chosen.example).is_file()
-    read(chosen.table)
+    assert find_example(setting_of.example).is_file()
+    read(setting_of.table)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_what_cannot_be_compared_is_refused(
     setting: str, policies: list[str], number: int, table: Path | None, field: str
 ) -> None:
     with pytest.raises(CallerError) as caught:
-        chosen(setting, policies, number, table)
+        setting_of(setting, policies, number, table)
     assert caught.value.info.field == field
 
 

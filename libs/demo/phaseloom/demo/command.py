@@ -142,9 +142,9 @@ async def demo(
     settings = with_policies(mesh, placement, ordering)
     is_spatial = spatial or setting != one_device.STEADY
     if is_spatial:
-        is_other = pretrained is not None or vllm is not None or baseline
-        _check_spatial(is_other=is_other)
-        decides_by = one_device.chosen(setting, multiplexing, rounds, slowdowns).table
+        has_other_options = pretrained is not None or vllm is not None or baseline
+        _check_spatial(has_other_options=has_other_options)
+        decides_by = one_device.setting_of(setting, multiplexing, rounds, slowdowns).table
         settings = replace(settings, slowdowns=str(slowdowns or decides_by))
     settings.check()
     _check_tasks(jobs, steps)
@@ -169,7 +169,7 @@ async def demo(
         title = "Both jobs, sharing the devices"
         shared = await _run(specs, program, settings, run_dir, console, title=title)
     except* PhaseloomError as failed:
-        failures = _leaves(failed)
+        failures = _flatten(failed)
     if failures:
         for error in failures:
             console.print(f"[bold red]FAILED[/] {error}", soft_wrap=True)
@@ -186,9 +186,9 @@ async def demo(
     return 1 if problems else 0
 
 
-def _check_spatial(*, is_other: bool) -> None:
+def _check_spatial(*, has_other_options: bool) -> None:
     """Args: is_other: whether an option is given that the spatial demo lacks."""
-    if is_other:
+    if has_other_options:
         raise CallerError(
             "the spatial demo is of tiny models and compares runs of its own",
             field="spatial",
@@ -237,12 +237,12 @@ async def _share_in_space(
         )
         runs.append(one_device.run_of(number, policy, finished.results, finished.log))
     runs = await asyncio.to_thread(one_device.predicted, runs, run_dir, table)
-    found = one_device.summarize(runs, setting)
-    summary = one_device.SpatialSummary(run_dir.name, specs[0].seed, specs[0].steps or 0, found)
+    figures = one_device.summarize(runs, setting)
+    summary = one_device.SpatialSummary(run_dir.name, specs[0].seed, specs[0].steps or 0, figures)
     await asyncio.to_thread(one_device.write, summary, run_dir)
-    for line in [*one_device.lines_of(found), f"results: {run_dir}"]:
+    for line in [*one_device.lines_of(figures), f"results: {run_dir}"]:
         console.print(line, soft_wrap=True)
-    problems = one_device.problems(found)
+    problems = one_device.problems(figures)
     for problem in problems:
         console.print(f"[bold red]FAILED[/] {problem}", soft_wrap=True)
     return 1 if problems else 0
@@ -368,7 +368,7 @@ async def _run(
                 specs,
                 environment=environment,
                 logs=logs,
-                heard=progress.heard,
+                on_line=progress.on_line,
                 arguments=program.arguments,
             )
             bus = await Bus.open(mesh.credentials.bus, "recorder")
@@ -385,7 +385,7 @@ async def _run(
 async def _recorded(
     controllers: Controllers, bus: Bus, events: Path, progress: Progress
 ) -> list[JobResult]:
-    recorder = Recorder(bus, events, progress.watched)
+    recorder = Recorder(bus, events, progress.on_entry)
     async with asyncio.TaskGroup() as group:
         recording = group.create_task(recorder.run())
         results = await controllers.run()
@@ -426,8 +426,8 @@ def _write_results(
     return summary
 
 
-def _leaves(group: BaseExceptionGroup[PhaseloomError]) -> list[PhaseloomError]:
+def _flatten(group: BaseExceptionGroup[PhaseloomError]) -> list[PhaseloomError]:
     leaves = []
     for error in group.exceptions:
-        leaves += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+        leaves += _flatten(error) if isinstance(error, BaseExceptionGroup) else [error]
     return leaves

@@ -65,14 +65,14 @@ class Controllers:
         *,
         environment: dict[str, str],
         logs: Path,
-        heard: Callable[[str, ControllerLine], None],
+        on_line: Callable[[str, ControllerLine], None],
         arguments: Sequence[str] = (),
     ) -> None:
         self._arguments = arguments
         self._specs = specs
         self._environment = {**config.inherited(), **environment}
         self._logs = logs
-        self._heard = heard
+        self._on_line = on_line
         self._script = script
         self._barriers = {name: asyncio.Barrier(len(specs)) for name in BARRIERS}
 
@@ -82,10 +82,10 @@ class Controllers:
         Raises: ExceptionGroup of ResourceError: a controller failed; the others are stopped.
         """
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._follow(spec)) for spec in self._specs]
+            tasks = [group.create_task(self._run_one(spec)) for spec in self._specs]
         return [task.result() for task in tasks]
 
-    async def _follow(self, spec: ControllerSpec) -> JobResult:
+    async def _run_one(self, spec: ControllerSpec) -> JobResult:
         log_file = self._logs / f"controller-{spec.job}.log"
         with log_file.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
@@ -97,7 +97,7 @@ class Controllers:
                 limit=LINE_LIMIT_BYTES,
             )
         try:
-            said = await self._listen(spec, process)
+            lines = await self._read_lines(spec, process)
             code = await process.wait()
         finally:
             await _stop(process)
@@ -107,7 +107,7 @@ class Controllers:
                 code=Code.ABORTED,
                 remedy=f"see {log_file}",
             )
-        return result_of(spec.job, said)
+        return result_of(spec.job, lines)
 
     def _command(self, spec: ControllerSpec) -> list[str]:
         command = [sys.executable, "-u", str(self._script), "--job", spec.job]
@@ -115,30 +115,30 @@ class Controllers:
         command += ["--task", spec.task] if spec.task else []
         return command if spec.steps is None else [*command, "--steps", str(spec.steps)]
 
-    async def _listen(
+    async def _read_lines(
         self, spec: ControllerSpec, process: asyncio.subprocess.Process
     ) -> list[ControllerLine]:
         assert process.stdout is not None
         assert process.stdin is not None
-        said = []
+        lines = []
         async for text in process.stdout:
             line = msgspec.json.decode(text)
-            said.append(line)
-            self._heard(spec.job, line)
+            lines.append(line)
+            self._on_line(spec.job, line)
             if line["event"] == "barrier":
                 await self._barriers[line["name"]].wait()
                 process.stdin.write(b"\n")
                 await process.stdin.drain()
-        return said
+        return lines
 
 
-def result_of(job: str, said: Sequence[ControllerLine]) -> JobResult:
+def result_of(job: str, lines: Sequence[ControllerLine]) -> JobResult:
     """Return the result of a job from its controller's lines.
 
     Raises: ResourceError: the controller exited with code 0 but never reported `done`.
     """
-    steps = [line for line in said if line["event"] == "step"]
-    done = next((line for line in said if line["event"] == "done"), None)
+    steps = [line for line in lines if line["event"] == "step"]
+    done = next((line for line in lines if line["event"] == "done"), None)
     if done is None:
         raise ResourceError(f"the controller of {job} never said that it is done")
     return JobResult(

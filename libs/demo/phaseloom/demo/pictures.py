@@ -139,7 +139,7 @@ def _draw_panel(ax: Axes, panel: Panel, window: Interval, colours: dict[str, str
     length_s = window[1] - window[0]
     for row, device in enumerate(panel.log.devices):
         _bar(ax, row, window, window, IDLE_COLOUR)
-        here = sorted(
+        on_row = sorted(
             (
                 e
                 for e in panel.log.executions
@@ -147,13 +147,13 @@ def _draw_panel(ax: Axes, panel: Panel, window: Interval, colours: dict[str, str
             ),
             key=lambda e: e.start_s,
         )
-        for execution in here:
+        for execution in on_row:
             _bar(ax, row, execution.interval, window, colour_of(execution, colours))
         for switch in panel.log.switches:
             if device in switch.devices and _overlaps(switch.interval, window):
                 _bar(ax, row, switch.interval, window, SWITCH_COLOUR)
-        _draw_labels(ax, row, here, window, colours)
-        busy_s = total(intersect(merge(e.interval for e in here), [window]))
+        _draw_labels(ax, row, on_row, window, colours)
+        busy_s = total(intersect(merge(e.interval for e in on_row), [window]))
         share = f"{100 * busy_s / length_s:.0f} % busy"
         ax.text(1.005 * length_s, row, share, ha="left", va="center", fontsize=9)
     ax.set_yticks(range(len(panel.log.devices)), panel.log.devices)
@@ -188,10 +188,10 @@ def _bar(ax: Axes, row: int, interval: Interval, window: Interval, colour: str |
 
 
 def _draw_labels(
-    ax: Axes, row: int, here: Sequence[Execution], window: Interval, colours: dict[str, str]
+    ax: Axes, row: int, on_row: Sequence[Execution], window: Interval, colours: dict[str, str]
 ) -> None:
     """Label each run of operations of one kind and job if the label fits."""
-    for (_, kind), group in groupby(here, key=lambda e: (e.key.job, e.kind)):
+    for (_, kind), group in groupby(on_row, key=lambda e: (e.key.job, e.kind)):
         run = list(group)
         start_s, end_s = max(run[0].start_s, window[0]), min(run[-1].end_s, window[1])
         label = SHORT.get(kind, kind)

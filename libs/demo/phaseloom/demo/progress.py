@@ -30,7 +30,7 @@ class JobProgress:
     rewards: list[float] = field(default_factory=list)
     held_out: list[float] = field(default_factory=list)
 
-    def heard(self, line: ControllerLine) -> None:
+    def update(self, line: ControllerLine) -> None:
         match line["event"]:
             case "ready":
                 self.doing, self.steps = "prepares", line.get("steps", 0)
@@ -86,18 +86,18 @@ class Progress:
         if self._live:
             self._live.stop()
 
-    def heard(self, job: str, line: ControllerLine) -> None:
+    def on_line(self, job: str, line: ControllerLine) -> None:
         """Handle a line from a controller."""
         progress = self._jobs[job]
         before = progress.doing
-        progress.heard(line)
+        progress.update(line)
         now_s = time.monotonic() - self._started
-        is_due = now_s - self._last_line_s >= PLAIN_EVERY_S
-        if self._live is None and (is_due or progress.doing != before):
+        is_time = now_s - self._last_line_s >= PLAIN_EVERY_S
+        if self._live is None and (is_time or progress.doing != before):
             self._last_line_s = now_s
             self._console.print(self.line(job, now_s), soft_wrap=True)
 
-    def watched(self, entry: Recorded) -> None:
+    def on_entry(self, entry: Recorded) -> None:
         """Handle an entry of the decision log."""
         self.reader.step(entry)
 

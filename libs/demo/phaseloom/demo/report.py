@@ -148,7 +148,7 @@ class LogReader:
                 self._device_names[node] = several if len(devices) > 1 else [node]
                 self.log.devices = sorted({*self.log.devices, *self._device_names[node]})
             case WpgStarted(deployment=deployment, node=node, devices=devices):
-                self._devices[deployment] = self._on(node, devices or [0])
+                self._devices[deployment] = self._devices_on(node, devices or [0])
             case ActivationOpened():
                 self._activation(entry.event)
             case QueuedOperation():
@@ -156,7 +156,7 @@ class LogReader:
             case OperationFinished() if not entry.event.replay:
                 self._finish(entry.event)
 
-    def _on(self, node: str, indices: Iterable[int]) -> tuple[str, ...]:
+    def _devices_on(self, node: str, indices: Iterable[int]) -> tuple[str, ...]:
         names = self._device_names.get(node, [node])
         return tuple(names[index] for index in indices if index < len(names))
 
@@ -193,7 +193,7 @@ class LogReader:
         )
 
     def _activation(self, event: ActivationOpened) -> None:
-        devices = self._devices.setdefault(event.deployment, self._on(event.node, [0]))
+        devices = self._devices.setdefault(event.deployment, self._devices_on(event.node, [0]))
         job = event.deployment.job
         is_switch = any(self.resident.get(device, job) != job for device in devices)
         self.resident.update(dict.fromkeys(devices, job))
@@ -242,14 +242,14 @@ def grpo_executions(log: RunLog, result: JobResult) -> list[Execution]:
 
     Raises: ValueError: the log has none.
     """
-    found = [
+    matches = [
         e
         for e in log.of_job(result.name)
         if result.grpo_start_unix_s <= e.queued_s <= result.grpo_end_unix_s
     ]
-    if not found:
+    if not matches:
         raise ValueError(f"the log has no operation of {result.name} between its barriers")
-    return found
+    return matches
 
 
 def window_of(executions: Sequence[Execution]) -> Interval:
@@ -264,9 +264,9 @@ def figures(log: RunLog, window: Interval) -> Figures:
     switch_s = hidden_s = 0.0
     busy_share, waiting_share = {}, {}
     for device in log.devices:
-        here = [e for e in log.executions if device in e.devices]
-        busy = intersect(merge(e.interval for e in here), [window])
-        waited = merge(e.waited for e in here)
+        executions = [e for e in log.executions if device in e.devices]
+        busy = intersect(merge(e.interval for e in executions), [window])
+        waited = merge(e.waited for e in executions)
         switching = merge(s.interval for s in switches if device in s.devices)
         switch_s += total(switching)
         hidden_s += total(subtract(switching, waited))
@@ -282,7 +282,7 @@ def busy_seconds(executions: Iterable[Execution]) -> dict[str, float]:
     for execution in executions:
         for device in execution.devices:
             on_device.setdefault(device, []).append(execution.interval)
-    return {device: total(merge(found)) for device, found in sorted(on_device.items())}
+    return {device: total(merge(intervals)) for device, intervals in sorted(on_device.items())}
 
 
 def least_shared_seconds(alone: Sequence[tuple[float, dict[str, float]]]) -> float:
@@ -491,15 +491,15 @@ def _bound_percent(alone: Sequence[AloneRun], alone_s: Sequence[float]) -> float
 
 
 def _whole_run(log: RunLog, alone: Sequence[AloneRun]) -> WholeRun:
-    whole = figures(log, window_of(log.executions))
+    totals = figures(log, window_of(log.executions))
     windows = [window_of(a.log.executions) for a in alone]
     alone_s = [end - start for start, end in windows]
     return WholeRun(
-        whole.seconds,
+        totals.seconds,
         sum(alone_s) if alone_s else None,
-        _saved_percent(whole.seconds, alone_s),
-        whole.context_switches,
-        whole.switch_seconds,
-        whole.hidden_switch_seconds,
-        whole.busy_share,
+        _saved_percent(totals.seconds, alone_s),
+        totals.context_switches,
+        totals.switch_seconds,
+        totals.hidden_switch_seconds,
+        totals.busy_share,
     )

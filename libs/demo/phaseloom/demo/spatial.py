@@ -168,7 +168,7 @@ class SpatialSummary(msgspec.Struct, frozen=True):
     spatial: Spatial
 
 
-def chosen(
+def setting_of(
     setting: str, multiplexing: Sequence[str], rounds: int, slowdowns: Path | None = None
 ) -> Setting:
     """Return the setting of this name after checking the other choices.
@@ -233,17 +233,17 @@ def predicted(runs: Sequence[SpatialRun], run_dir: Path, table: SlowdownTable) -
     Args: run_dir: the demo's directory, with the logs of the runs.
           table: the slowdowns to predict by.
     """
-    by_turns = {run.round: run for run in runs if run.multiplexing == SERIAL}
-    return [_predicted(run, by_turns[run.round], run_dir, table) for run in runs]
+    in_turns = {run.round: run for run in runs if run.multiplexing == SERIAL}
+    return [_predicted(run, in_turns[run.round], run_dir, table) for run in runs]
 
 
 def _predicted(
-    run: SpatialRun, by_turns: SpatialRun, run_dir: Path, table: SlowdownTable
+    run: SpatialRun, in_turns: SpatialRun, run_dir: Path, table: SlowdownTable
 ) -> SpatialRun:
-    window = (by_turns.begin_unix_s, by_turns.begin_unix_s + by_turns.seconds)
+    window = (in_turns.begin_unix_s, in_turns.begin_unix_s + in_turns.seconds)
     try:
         log = read_entries(directory_of(run_dir, run.round, SERIAL) / "events.jsonl")
-        entries = [(each.sequence, each.time_unix_s, each.event) for each in log]
+        entries = [(entry.sequence, entry.time_unix_s, entry.event) for entry in log]
         seconds = makespan_s(entries, window, run.multiplexing, table)
     except Exception as error:  # the measurement is valid even if its prediction fails
         return replace(run, not_predicted=f"{type(error).__name__}: {error}")
@@ -292,7 +292,7 @@ def _figures(
     runs: Sequence[SpatialRun], serial: Sequence[SpatialRun], static: Sequence[SpatialRun]
 ) -> PolicyFigures:
     def over(rivals: Sequence[SpatialRun]) -> list[float]:
-        return [other.seconds / run.seconds for other, run in zip(rivals, runs, strict=True)]
+        return [rival.seconds / run.seconds for rival, run in zip(rivals, runs, strict=True)]
 
     ratios = over(serial)
     return PolicyFigures(
@@ -306,25 +306,26 @@ def _figures(
 
 
 def _predicted_over(runs: Sequence[SpatialRun]) -> list[float]:
-    known = [(run.predicted_seconds, run.seconds) for run in runs]
-    return [predicted_s / real_s for predicted_s, real_s in known if predicted_s is not None]
+    pairs = [(run.predicted_seconds, run.seconds) for run in runs]
+    return [predicted_s / real_s for predicted_s, real_s in pairs if predicted_s is not None]
 
 
 def lines_of(spatial: Spatial) -> list[str]:
     """Return the figures as lines of prose."""
     same = "identical" if spatial.weights_identical else "DIFFERENT"
+    note = _prediction_note(spatial.serial_predicted_over)
     lines = [
         "",
         f"{SETTINGS[spatial.setting].about}; one device of {NUM_CORES} cores, median of "
         f"{len(spatial.ratios)} rounds:",
-        f"  {'by turns':12} {spatial.serial_seconds:7.2f} s{_told(spatial.serial_predicted_over)}",
+        f"  {'by turns':12} {spatial.serial_seconds:7.2f} s{note}",
     ]
     for name, figures in spatial.policies.items():
         rounds = ", ".join(f"{ratio:.2f}" for ratio in figures.ratios)
         lines.append(
-            f"  {'a core each' if name == STATIC else name:12} {figures.seconds:7.2f} s  "
+            f"  {'a core entry' if name == STATIC else name:12} {figures.seconds:7.2f} s  "
             f"{figures.ratio:.2f} times as fast (each round: {rounds}); both jobs at once in "
-            f"{figures.beside:.0%} of the time{_told(figures.predicted_over)}"
+            f"{figures.beside:.0%} of the time{_prediction_note(figures.predicted_over)}"
         )
     for run in spatial.runs:
         if run.not_predicted:
@@ -337,21 +338,21 @@ def lines_of(spatial: Spatial) -> list[str]:
     ]
 
 
-def _told(predicted_over: Sequence[float]) -> str:
+def _prediction_note(predicted_over: Sequence[float]) -> str:
     return f"; predicted {median(predicted_over) - 1:+.0%}" if predicted_over else ""
 
 
 def problems(spatial: Spatial) -> list[str]:
     """Return a sentence for each failed expectation. A small gain by sharing is not one."""
-    found = []
+    failures = []
     if not spatial.weights_identical:
-        found.append("final weights depend on how the device was shared")
+        failures.append("final weights depend on how the device was shared")
     greedy = spatial.policies.get(GREEDY)
     if greedy and not SETTINGS[spatial.setting].shares and greedy.beside > LEAST_BESIDE:
-        found.append(
+        failures.append(
             f"{GREEDY} shared the device for {greedy.beside:.0%} of the time, and it does not pay"
         )
-    return found
+    return failures
 
 
 def write(summary: SpatialSummary, run_dir: Path) -> None:

@@ -38,26 +38,26 @@ def write_timeline(spans: Sequence[SpanLine], path: Path) -> None:
 
 def chrome_trace(spans: Sequence[SpanLine]) -> dict[str, Any]:
     """Return the trace as a JSON-ready object."""
-    whole = [_with_inherited(span, attributes) for span, attributes in _inherited(spans)]
-    placed = _Tracks()
-    origin_ns = min((span.start_unix_ns for span in whole), default=0)
+    complete = [_with_inherited(span, attributes) for span, attributes in _inherited(spans)]
+    tracks = _Tracks()
+    origin_ns = min((span.start_unix_ns for span in complete), default=0)
     slices: list[TraceEvent] = []
     ends: dict[tuple[str, str], TraceEvent] = {}
-    for span in sorted(whole, key=lambda s: (s.start_unix_ns, -s.end_unix_ns)):
+    for span in sorted(complete, key=lambda s: (s.start_unix_ns, -s.end_unix_ns)):
         track = track_of(span)
         if track is None:
             continue
         if span.name in ASYNC_SPANS:
-            slices += _async_slice(span, track[1], placed.process(track[0]), origin_ns)
+            slices += _async_slice(span, track[1], tracks.process(track[0]), origin_ns)
             continue
-        event = _slice(span, placed.lane(track, span), origin_ns)
+        event = _slice(span, tracks.lane(track, span), origin_ns)
         slices.append(event)
         if span.name in {"submit", "execute"} and (operation := operation_of(span)):
             ends.setdefault((span.name, operation), event)
     return {
         "displayTimeUnit": "ms",
         "otherData": {"origin_unix_ns": str(origin_ns)},
-        "traceEvents": [*placed.names(), *slices, *_arrows(ends)],
+        "traceEvents": [*tracks.names(), *slices, *_arrows(ends)],
     }
 
 
@@ -102,13 +102,13 @@ class _Tracks:
         """
         pid = self.process(track[0])
         lanes = self._lanes.setdefault(track, [])
-        found = next((lane for lane in lanes if lane.takes(span)), None)
-        if found is None:
+        match = next((lane for lane in lanes if lane.takes(span)), None)
+        if match is None:
             self._num_threads += 1
-            found = _Lane(self._num_threads)
-            lanes.append(found)
-        found.open_ends_ns.append(span.end_unix_ns)
-        return pid, found.thread
+            match = _Lane(self._num_threads)
+            lanes.append(match)
+        match.open_ends_ns.append(span.end_unix_ns)
+        return pid, match.thread
 
     def process(self, name: str) -> int:
         return self._processes.setdefault(name, len(self._processes) + 1)
@@ -127,22 +127,22 @@ class _Tracks:
                 yield _metadata("thread_sort_index", pid, lane.thread, sort_index=order)
 
 
-def _metadata(what: str, pid: int, tid: int, **args: object) -> TraceEvent:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
+def _metadata(event: str, pid: int, tid: int, **args: object) -> TraceEvent:
+    return {"ph": "M", "name": event, "pid": pid, "tid": tid, "args": args}
 
 
 def _slice(span: SpanLine, lane: tuple[int, int], origin_ns: int) -> TraceEvent:
     attributes = span.attributes
-    what = attributes.get("kind", span.name) if span.name == "execute" else span.name
+    label = attributes.get("kind", span.name) if span.name == "execute" else span.name
     if span.name == "sub-stage":
-        what = f"{attributes['steps']} steps of {attributes['tokens_per_step']} tokens"
+        label = f"{attributes['steps']} steps of {attributes['tokens_per_step']} tokens"
     is_of_job = span.name in DEVICE_SPANS or span.name == "share"
     job = f"{attributes['job']} " if is_of_job and "job" in attributes else ""
     if span.name == "share":
-        what = f"{attributes['deployment']}: {attributes['units']} units"
+        label = f"{attributes['deployment']}: {attributes['units']} units"
     return {
         "ph": "X",
-        "name": f"{job}{what}",
+        "name": f"{job}{label}",
         "cat": span.name,
         "ts": (span.start_unix_ns - origin_ns) / 1e3,
         "dur": (span.end_unix_ns - span.start_unix_ns) / 1e3,
@@ -177,8 +177,8 @@ def _arrows(ends: dict[tuple[str, str], TraceEvent]) -> Iterator[TraceEvent]:
             continue
         for phase, event in (("s", submit), ("f", execute)):
             arrow = {"ph": phase, "id": number, "name": "operation", "cat": "operation"}
-            place = {key: event[key] for key in ("ts", "pid", "tid")}
-            yield {**arrow, **place, **({"bp": "e"} if phase == "f" else {})}
+            fields = {key: event[key] for key in ("ts", "pid", "tid")}
+            yield {**arrow, **fields, **({"bp": "e"} if phase == "f" else {})}
 
 
 def _inherited(spans: Sequence[SpanLine]) -> Iterable[tuple[SpanLine, dict[str, Attribute]]]:
@@ -189,12 +189,12 @@ def _inherited(spans: Sequence[SpanLine]) -> Iterable[tuple[SpanLine, dict[str, 
     by_id = {span.span_id: span for span in spans}
     for span in spans:
         attributes: dict[str, Attribute] = {}
-        at: SpanLine | None = span
+        ancestor: SpanLine | None = span
         seen = set()
-        while at is not None and at.span_id not in seen:
-            seen.add(at.span_id)
-            attributes = {**at.attributes, **attributes}
-            at = by_id.get(at.parent_id) if at.parent_id else None
+        while ancestor is not None and ancestor.span_id not in seen:
+            seen.add(ancestor.span_id)
+            attributes = {**ancestor.attributes, **attributes}
+            ancestor = by_id.get(ancestor.parent_id) if ancestor.parent_id else None
         yield span, attributes
 
 

@@ -29,7 +29,7 @@ def hashes(summary: Summary) -> list[str]:
 
 def notes(summary: Summary) -> list[str]:
     """Return the figures of a run as lines of prose, which also define ambiguous terms."""
-    whole, operations = summary.whole_run, summary.operations
+    total, operations = summary.whole_run, summary.operations
     lines = []
     if summary.saved_percent is not None and summary.bound_saved_percent is not None:
         lines.append(
@@ -42,11 +42,11 @@ def notes(summary: Summary) -> list[str]:
                 "note: more than the bound means that this machine was slower while the jobs ran "
                 "alone; run it again with nothing else running"
             )
-    line = f"whole run, warm-up and evaluations included: {whole.seconds:.1f} s"
-    if whole.saved_percent is not None and whole.alone_seconds is not None:
+    line = f"whole run, warm-up and evaluations included: {total.seconds:.1f} s"
+    if total.saved_percent is not None and total.alone_seconds is not None:
         line += (
-            f" shared, {whole.alone_seconds:.1f} s one job after the other: "
-            f"{whole.saved_percent:.1f} % saved"
+            f" shared, {total.alone_seconds:.1f} s one job after the other: "
+            f"{total.saved_percent:.1f} % saved"
         )
     lines.append(line)
     lines.append(
@@ -75,23 +75,23 @@ def problems(summary: Summary, *, judges_rewards: bool) -> list[str]:
 
     Args: judges_rewards: whether rewards must have risen; False for runs too short to learn.
     """
-    found = []
+    failures = []
     for job in summary.jobs:
         if judges_rewards and job.reward_end <= job.reward_start:
-            found.append(
+            failures.append(
                 f"the held-out reward of {job.name} did not rise: "
                 f"{job.reward_start:.3f} → {job.reward_end:.3f}"
             )
     if summary.baseline:
         for alone, job in zip(summary.baseline.jobs, summary.jobs, strict=True):
             if alone.weights_sha256 != job.weights_sha256:
-                found.append(
+                failures.append(
                     f"the final weights of {job.name} differ: alone {alone.weights_sha256}, "
                     f"shared {job.weights_sha256}"
                 )
     if summary.operations.failed:
-        found.append(f"{summary.operations.failed} operations failed")
-    return found
+        failures.append(f"{summary.operations.failed} operations failed")
+    return failures
 
 
 def _jobs(summary: Summary) -> Table:
