@@ -114,12 +114,12 @@ class Activations:
         """Pass a cancel to the ranks at once: the operation to cancel may hold the lock."""
         wpg = self._wpgs.get(command.operation.deployment_key, command.incarnation)
         if wpg is None:
-            log.info("%s is not cancelled: its ranks are gone", command.operation)
+            log.info("cannot cancel %s: its ranks are gone", command.operation)
             return
         try:
             await wpg.cancel(command.operation, keeps_partial=command.keeps_partial)
         except PhaseloomError as error:
-            log.info("%s is not cancelled: %s", command.operation, error)
+            log.info("cannot cancel %s: %s", command.operation, error)
 
     async def adjust(self, command: AdjustClaims) -> None:
         """Change the compute share of running ranks at once: the operation that gives up units
@@ -132,7 +132,7 @@ class Activations:
             await wpg.adjust(command.units, command.id)
         except PhaseloomError as error:
             # The WPG is dying. Its death is reported, which frees its units.
-            log.info("the share of %s is not changed: %s", key, error)
+            log.info("cannot change the compute share of %s: %s", key, error)
             return
         if command.shrinks:
             adjusted = ClaimsAdjusted(key, command.incarnation, command.node, command.id)

@@ -64,7 +64,7 @@ async def remove_expired(
             for expired in (await state.expired_checkpoints()).checkpoints:
                 await _remove_expired(bus, state, expired.deployment, expired.name)
         except (PhaseloomError, nats.errors.Error) as error:
-            log.warning("which checkpoints have expired is not known now: %s", error)
+            log.warning("cannot list expired checkpoints: %s", error)
         await asyncio.sleep(look_every_s)
 
 
@@ -75,7 +75,13 @@ async def _remove_expired(bus: Bus, state: AgentStateClient, key: DeploymentKey,
     except PhaseloomError as error:
         # NOT_FOUND: another node has removed it. FAILED_PRECONDITION: it is needed or was renewed.
         is_usual = error.info.code in (Code.NOT_FOUND, Code.FAILED_PRECONDITION)
-        log.log(logging.DEBUG if is_usual else logging.WARNING, "%s of %s: %s", name, key, error)
+        log.log(
+            logging.DEBUG if is_usual else logging.WARNING,
+            "expired checkpoint %s of %s not removed: %s",
+            name,
+            key,
+            error,
+        )
 
 
 async def _check_not_needed(bus: Bus, key: DeploymentKey, name: str) -> None:

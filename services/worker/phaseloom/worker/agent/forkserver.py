@@ -65,7 +65,7 @@ class ForkServer:
         self._socket, server_socket = socket.socketpair()
         environment = {**config.inherited(), lifecycle.DIE_WITH_PARENT: str(os.getpid())}
         self._process: subprocess.Popen[bytes] | None = None
-        self._reason = "it ended"
+        self._reason = "the server ended"
         self._is_lost = False
         """Whether the server failed to answer, which may be noticed before its death."""
         try:
@@ -109,9 +109,9 @@ class ForkServer:
     def _dead(self) -> ResourceError:
         self._is_lost = True
         return ResourceError(
-            f"{' '.join(self._command)} does not fork ranks: {self._reason}",
+            f"{' '.join(self._command)} cannot fork ranks: {self._reason}",
             field="interpreters",
-            remedy="`phaseloom doctor` on the node says what the interpreter lacks",
+            remedy="run `phaseloom doctor` on the node to see what the interpreter lacks",
         )
 
 

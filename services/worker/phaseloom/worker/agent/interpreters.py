@@ -52,7 +52,7 @@ class Interpreters:
         preload: whether the servers import the runtimes before the first rank needs them."""
         self._python_of = {name: interpreters.get(name, sys.executable) for name in BACKENDS}
         for name in interpreters.keys() - BACKENDS.keys():
-            log.error("interpreters: there is no backend %r", name)
+            log.error("interpreters: unknown backend %r", name)
         grouped: defaultdict[str, list[str]] = defaultdict(list)
         for name, python in self._python_of.items():
             grouped[python].append(name)
@@ -83,7 +83,7 @@ class Interpreters:
                 continue
             missing = dict(probed.missing)
             if probed.code != code_digest():
-                missing |= dict.fromkeys(names, "another Phaseloom is installed there")
+                missing |= dict.fromkeys(names, "a different Phaseloom is installed there")
             for name, reason in missing.items():
                 log.error("backend %s does not run in %s: %s", name, python, reason)
             available += [name for name in names if name not in missing]

@@ -57,7 +57,7 @@ class ModelFiles:
             ) from error
         if digest != file.blake3:
             raise ResourceError(
-                f"{path} on node {self._node} is not the file that was registered as a part of "
+                f"{path} on node {self._node} differs from the file registered for "
                 f"the model {name!r}",
                 code=Code.DATA_LOSS,
                 field="model.registered",

@@ -77,8 +77,7 @@ class NodeRequests:
         async with lock.write() if is_mutating else lock.read():
             if permit.epoch != wpg.epoch:
                 raise ResourceError(
-                    f"{permit.operation} is permitted under epoch {permit.epoch}, here it is "
-                    f"{wpg.epoch}",
+                    f"{permit.operation} requires epoch {permit.epoch}, got epoch {wpg.epoch}",
                     code=Code.ABORTED,
                 )
             wpg.last_span = span_of(share.traceparent)

@@ -115,8 +115,8 @@ class PeerAgents:
         body = encode(msgspec.structs.replace(share, operations=operations))
         if len(body) > MAX_SHARE_BYTES:
             raise ResourceError(
-                f"a call of {len(share.operations)} operations takes {len(body)} bytes to tell "
-                "other nodes of",
+                f"a request for {len(share.operations)} operations must have at most "
+                f"{MAX_SHARE_BYTES} bytes, got {len(body)}",
                 code=Code.RESOURCE_EXHAUSTED,
                 remedy="send fewer operations at once",
             )
@@ -243,8 +243,11 @@ async def _outcome(run: Work[SharesDone]) -> NodeReply | bytes:
     except PhaseloomError as error:
         return PartFailed(error.info)
     if len(answer) > MAX_RESULT_BYTES:
-        text = f"the results of one node's ranks have {len(answer)} bytes"
-        remedy = "send fewer operations, or samples, at once"
+        text = (
+            f"the results of one node's ranks must have at most {MAX_RESULT_BYTES} bytes, got "
+            f"{len(answer)}"
+        )
+        remedy = "send fewer operations or samples at once"
         return PartFailed(ErrorInfo(Code.RESOURCE_EXHAUSTED, text, remedy=remedy))
     return answer
 

@@ -40,7 +40,7 @@ class Prefetching:
             await self._state.prefetch(command.deployment, command.incarnation, command.in_s)
         except PhaseloomError as error:
             # For example, the hint came after the incarnation had ended.
-            log.info("no prefetch of %s: %s", command.deployment, error)
+            log.info("cannot prefetch %s: %s", command.deployment, error)
 
     async def prefetch_version(self, command: PrefetchVersion) -> None:
         wpg, version = (
@@ -53,7 +53,7 @@ class Prefetching:
         try:
             await wpg.prefetch_version(PrefetchWeights(command.sources, command.ticket, command.id))
         except PhaseloomError as error:
-            log.info("no prefetch of version %s: %s", version, error)
+            log.info("cannot prefetch version %s: %s", version, error)
         self._num_hints[version] -= 1
         if not self._num_hints[version]:
             del self._num_hints[version]

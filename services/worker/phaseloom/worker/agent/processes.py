@@ -142,12 +142,12 @@ class _HostedRank:
                 await self._run_in(shared.up.result(), killed)
             self.has_crashed = shared.up.cancelled()
         except TimeoutError:
-            log.warning("%s does not end: its process is killed", self.deployment)
+            log.warning("rank of %s does not end; killing its process", self.deployment)
             shared.kill(self.deployment)
             await shared.process.ended
             self.has_crashed = True
         except PhaseloomError as error:
-            log.warning("%s falls with its process: %s", self.deployment, error)
+            log.warning("rank of %s died with its process: %s", self.deployment, error)
             shared.process.kill()
             await shared.process.ended
             self.has_crashed = True

@@ -128,7 +128,9 @@ class Agent:
         new = self._new_part(command) if command.revision == self._revision else None
         if new is None:
             log.info(
-                "dropping %s %s of another incarnation or taken before", type(command), command.id
+                "dropping %s %s: it is for another agent or was handled before",
+                type(command),
+                command.id,
             )
             self._tasks.create_task(message.ack())
             return

@@ -109,7 +109,9 @@ class AgentStateClient:
     ) -> tuple[StateMessage, Sequence[int]]:
         if not isinstance(body, KeepHandles) or len(body.keep) != len(fds):
             close_fds(fds)
-            raise CallerError(f"an agent does not answer this {type(body).__name__}", field="type")
+            raise CallerError(
+                f"unexpected message for an agent: {type(body).__name__}", field="type"
+            )
         if body.index != self._index:
             close_fds(self._handles.values())
             self._handles.clear()
@@ -240,7 +242,7 @@ async def serve_state(bus: Bus, node: NodeId, state: AgentStateClient) -> None:
             report = await state.status()
         except PhaseloomError as error:
             # Send no answer; the requester times out.
-            log.warning("what is on %s cannot be told: %s", node, error)
+            log.warning("cannot report the state of %s: %s", node, error)
             return
         await message.respond(encode(report))
 

@@ -182,7 +182,7 @@ class LocalWpg:
             self._listener = socket.create_server((self._host, 0), family=family)
         except OSError as error:
             raise ResourceError(
-                f"ranks of other nodes cannot come to {self._host!r}: {error}",
+                f"cannot listen on {self._host!r} for ranks of other nodes: {error}",
                 remedy="set the worker's rank_host to an address of this node",
             ) from error
 
@@ -242,7 +242,7 @@ class LocalWpg:
         try:
             await asyncio.wait_for(asyncio.shield(self._up), timeout_s)
         except TimeoutError:
-            raise ResourceError(f"its workers were not up within {timeout_s:.0f} s") from None
+            raise ResourceError(f"the ranks did not start within {timeout_s:.0f} s") from None
 
     def kill(self, reason: ErrorInfo | None = None) -> None:
         """Kill all ranks. The first reason given is kept."""
@@ -269,7 +269,11 @@ class LocalWpg:
         if not all(r.up for r in self._ranks) or self._up.done():
             return
         if len({r.up.applied for r in self._ranks if r.up}) > 1:
-            self.kill(ErrorInfo(Code.DATA_LOSS, "its ranks are at different operations"))
+            self.kill(
+                ErrorInfo(
+                    Code.DATA_LOSS, "the ranks have different states: their last operations differ"
+                )
+            )
         else:
             self._up.set_result(None)
 
@@ -364,7 +368,7 @@ class LocalWpg:
         """
         peer = self._ranks[0].peer
         if peer is None:
-            raise ResourceError("its leader is not up")
+            raise ResourceError("the leader of the WPG is not up")
         await peer.call(AdjustShare(units, command))
 
     async def prefetch_version(self, request: PrefetchWeights) -> None:

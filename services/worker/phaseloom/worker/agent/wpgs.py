@@ -266,7 +266,7 @@ def _handler_of(wpg: LocalWpg, peer: Peer[RankMessage]) -> Handler[RankMessage]:
             await wpg.forward_to_leader(body)
             return Done(), []
         if not wpg.is_leader(peer):
-            raise CallerError("only a leader has other ranks", code=Code.PERMISSION_DENIED)
+            raise CallerError("only a leader may call other ranks", code=Code.PERMISSION_DENIED)
         match body:
             case RunShare():
                 return await wpg.share(body), []
@@ -279,6 +279,6 @@ def _handler_of(wpg: LocalWpg, peer: Peer[RankMessage]) -> Handler[RankMessage]:
             case RollCall():
                 await wpg.roll_call()
                 return Done(), []
-        raise CallerError(f"an agent does not answer {type(body).__name__}", field="type")
+        raise CallerError(f"unexpected message for an agent: {type(body).__name__}", field="type")
 
     return answer
