@@ -83,7 +83,9 @@ class Sealing:
                     sealing.release()
                     raise
                 finally:
-                    self._record_sealed(command)
+                    wpg = self._wpgs.get(key)
+                    if wpg is not None and wpg.incarnation == command.incarnation:
+                        wpg.record_sealed(command.seq)
             try:
                 await self._write_seal(command)
             finally:
@@ -106,11 +108,6 @@ class Sealing:
     async def _release_of(self, policy: DeploymentKey, versions: list[VersionKey]) -> None:
         async with self._sealing_of(policy):
             await self._state.drop_versions([v for v in versions if v.policy == policy])
-
-    def _record_sealed(self, command: SealState) -> None:
-        wpg = self._wpgs.get(command.deployment)
-        if wpg is not None and wpg.incarnation == command.incarnation:
-            wpg.record_sealed(command.seq)
 
     async def _write_seal(self, command: SealState) -> None:
         key = command.deployment

@@ -405,12 +405,10 @@ class LibCuda:
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
         if code:
-            raise CudaError(name, code, self._said("cuGetErrorName", code), self._meant(code))
+            error_name = self._error_text("cuGetErrorName", code)
+            raise CudaError(name, code, error_name, self._error_text("cuGetErrorString", code))
 
-    def _meant(self, code: int) -> str:
-        return self._said("cuGetErrorString", code)
-
-    def _said(self, name: str, code: int) -> str:
+    def _error_text(self, name: str, code: int) -> str:
         text = c_char_p()
         getattr(self._library, name)(code, byref(text))
         return (text.value or b"unknown").decode(errors="replace")

@@ -143,7 +143,9 @@ class CudaHeap:
         self._stream = driver.create_stream()
         try:
             self._populate()
-            self._clear()
+            driver.clear(self.address, self._range.mapped_bytes, self._stream)
+            driver.order(self._stream, DEFAULT_STREAM)
+            driver.synchronize(self._stream)
         except CudaError:
             self.close()
             raise
@@ -340,11 +342,6 @@ class CudaHeap:
         for start, to, num_bytes in parts:
             self._driver.copy_in(self.address + to, address + start, num_bytes, self._stream)
         self._driver.order(self._stream, DEFAULT_STREAM)
-
-    def _clear(self) -> None:
-        self._driver.clear(self.address, self._range.mapped_bytes, self._stream)
-        self._driver.order(self._stream, DEFAULT_STREAM)
-        self._driver.synchronize(self._stream)
 
     def _check(self, memory: memoryview) -> None:
         if memory.nbytes != self.num_bytes:

@@ -195,7 +195,9 @@ class Executor:
         kind = kind_for(args)
         assert not kind.moves_state, f"ranks and state managers do {kind.name}"
         assert not kind.shares_calls, f"{kind.name} goes through `generate`"
-        share = self._share(args)
+        share = args
+        if not self.is_alone:
+            share = split(args, self.settings.spec.layout, self.settings.rank)
         assert version is None or isinstance(share, Forward), f"{kind.name} names no weights"
         if isinstance(version, AdapterVersion) and isinstance(self.backend, BatchesAdapters):
             assert isinstance(share, Forward)
@@ -235,11 +237,6 @@ class Executor:
                 yield
         else:
             yield
-
-    def _share(self, args: Args) -> Args:
-        if self.is_alone:
-            return args
-        return split(args, self.settings.spec.layout, self.settings.rank)
 
 
 def _check_save(args: SaveState) -> None:

@@ -272,8 +272,14 @@ class Follower:
                 version = self._published(share.permit)
                 await self.state.versions.commit_parts(version, share.manifest)
             case SyncWeights():
+                fetched, self._fetched = self._fetched, None
+                seq = share.permit.operation.seq
+                assert fetched is not None
+                assert seq is not None
                 with self.executor.syncing(args):
-                    await self._apply_version(share.permit)
+                    await self.weights.apply(fetched)
+                    if fetched.is_whole:
+                        await self.state.versions.hold(fetched.version, seq)
         return None
 
     async def _save(self, operation: str, args: SaveState, share: RunShare) -> None:
@@ -316,11 +322,3 @@ class Follower:
     def _published(self, permit: Permit) -> VersionKey:
         assert permit.operation.seq is not None
         return VersionKey(self.settings.deployment, permit.operation.seq)
-
-    async def _apply_version(self, permit: Permit) -> None:
-        fetched, self._fetched = self._fetched, None
-        assert fetched is not None
-        await self.weights.apply(fetched)
-        assert permit.operation.seq is not None
-        if fetched.is_whole:
-            await self.state.versions.hold(fetched.version, permit.operation.seq)

@@ -84,16 +84,12 @@ class WpgRanks:
             if failures:
                 # The agent does not answer if a rank has died.
                 await self.agent.call(RollCall())
-                raise _error_of(failures[0]) from failures[0]
+                first = failures[0]
+                is_away = isinstance(first, ResourceError) and first.info.code is Code.UNAVAILABLE
+                raise (GroupLost() if is_away else RanksDiverged()) from first
         finally:
             local_task.cancel()
             peers.cancel()
         answer, _ = peers.result()
         assert isinstance(answer, SharesDone), answer
         return local_task.result(), answer.results
-
-
-def _error_of(failure: BaseException | None) -> Exception:
-    """The exception for a call, from its first failure."""
-    is_away = isinstance(failure, ResourceError) and failure.info.code is Code.UNAVAILABLE
-    return GroupLost() if is_away else RanksDiverged()

@@ -61,7 +61,6 @@ from phaseloom.common.observability import telemetry
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.retry import until_done
 from phaseloom.common.transport.stored import Stored
-from phaseloom.worker.backends.base import Version
 from phaseloom.worker.rank.calls import DeviceCall
 from phaseloom.worker.rank.devicequeue import DeviceQueue
 from phaseloom.worker.rank.executor import (
@@ -390,17 +389,13 @@ class Leader:
     async def _run(self, call: DeviceCall, batch: _PermitBatch) -> Result | None:
         args = call.operation.args
         if not kind_for(args).moves_state:
-            call.version = await self._read_named(args, call.permit)
+            try:
+                call.version = await self._weights.read(args, call.permit)
+            except PhaseloomError as error:
+                raise unavailable_error(error.info) from error
             return await self.queue.run(call)
         self.executor.check(args)
         return await self._move_state(call, args, batch)
-
-    async def _read_named(self, args: Args, permit: Permit) -> Version | None:
-        """The weights that an operation names. Raises: OperationDeferred, OperationRefused."""
-        try:
-            return await self._weights.read(args, permit)
-        except PhaseloomError as error:
-            raise unavailable_error(error.info) from error
 
     async def _move_state(self, call: DeviceCall, args: Args, batch: _PermitBatch) -> Result | None:
         match args:

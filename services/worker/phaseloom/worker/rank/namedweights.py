@@ -277,7 +277,10 @@ class WeightsReader:
         async with self._lock(f"{source}/{named.checkpoint}"):
             version = await self._adapter_from_files(named.checkpoint, source)
             backend.check_adapter(version)
-            self._cache(version)
+            self._cached[version.name] = version
+            self._cached.move_to_end(version.name)
+            while len(self._cached) > self.executor.settings.spec.max_adapters:
+                self._cached.popitem(last=False)
         return version
 
     async def _adapter_from_files(self, checkpoint: str, source: str) -> AdapterVersion:
@@ -312,12 +315,6 @@ class WeightsReader:
                 f"its base model is {config.base_model_name_or_path!r}, expected {base!r}"
             )
         return Adapter(rank=config.r, alpha=config.lora_alpha)
-
-    def _cache(self, version: AdapterVersion) -> None:
-        self._cached[version.name] = version
-        self._cached.move_to_end(version.name)
-        while len(self._cached) > self.executor.settings.spec.max_adapters:
-            self._cached.popitem(last=False)
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())

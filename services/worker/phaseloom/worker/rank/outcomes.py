@@ -121,7 +121,12 @@ class Outcomes:
         if done is None:
             completion, done = await self._store(permit, completion, payload, parent)
         if done is not None:
-            await self._check_same(permit, done, completion)
+            if (done.outcome, done.result) != (completion.outcome, completion.result):
+                await self.notice(
+                    "outcome differs",
+                    "the stored outcome is authoritative, but the state may not match it",
+                    permit.operation,
+                )
             if completion.outcome is not done.outcome and permit.kind in MUTATING_KINDS:
                 # The stored outcome is authoritative, but this incarnation's state does not match
                 # it.
@@ -179,14 +184,6 @@ class Outcomes:
             # An equal outcome is this rank's, whose acknowledgement was lost.
             return completion, None if first == completion else first
         return completion, None
-
-    async def _check_same(self, permit: Permit, done: Completion, again: Completion) -> None:
-        if (done.outcome, done.result) != (again.outcome, again.result):
-            await self.notice(
-                "outcome differs",
-                "the stored outcome is authoritative, but the state may not match it",
-                permit.operation,
-            )
 
     async def log_end(
         self, permit: Permit, completion: Completion, parent: Context, ran: PermitRun | None = None

@@ -245,19 +245,13 @@ def clear(target: memoryview) -> None:
 
 def clear_gaps(target: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]) -> None:
     """Write zeroes between the tensors of a version, which are the second element of each pair."""
-    for start, end in _gaps(pairs, len(target)):
-        target[start:end] = bytes(end - start)
-
-
-def _gaps(pairs: list[tuple[TensorSlot, TensorSlot]], num_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges [start, end) of a version of this size that contain no tensor."""
-    filled = 0
+    end = 0
     for _, place in pairs:
-        if place.offset > filled:
-            yield filled, place.offset
-        filled = place.offset + place.num_bytes
-    if num_bytes > filled:
-        yield filled, num_bytes
+        if place.offset > end:
+            target[end : place.offset] = bytes(place.offset - end)
+        end = place.offset + place.num_bytes
+    if len(target) > end:
+        target[end:] = bytes(len(target) - end)
 
 
 def scatter(

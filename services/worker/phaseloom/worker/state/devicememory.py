@@ -42,7 +42,9 @@ def allocate(kind: DeviceKind, device: int, num_bytes: int, scratch_bytes: int =
         return Heap(num_bytes, scratch_bytes)
     try:
         heap = CudaHeap(num_bytes, load(device), scratch_bytes)
-        _use_device(device)
+        import torch
+
+        torch.cuda.set_device(device)  # for the allocations that torch makes in this thread
         return heap
     except (CudaError, CudaUnavailable) as error:
         if isinstance(error, CudaError) and error.is_out_of_memory:
@@ -56,13 +58,6 @@ def allocate(kind: DeviceKind, device: int, num_bytes: int, scratch_bytes: int =
             code=Code.UNAVAILABLE,
             remedy="set worker.device_kind to emulated, or use a machine with a GPU",
         ) from error
-
-
-def _use_device(device: int) -> None:
-    """Make this thread's torch allocations use this device."""
-    import torch
-
-    torch.cuda.set_device(device)
 
 
 def copy_out(memory: DeviceMemory, extent: memoryview) -> None:
