@@ -312,7 +312,7 @@ async def test_rank_that_dies_again_and_again_while_idle_fails_its_job_and_the_u
         status = await job.status()
         assert status.state == "failed"
         assert status.error is not None
-        assert "policy died 2 times, and completed no operation" in status.error.message
+        assert "policy died 2 times without completing an operation" in status.error.message
         assert "worker's log" in status.error.remedy
         await log.caught_up()
         assert len(log.starts("frail.policy")) == 2
