@@ -74,7 +74,7 @@ class Keys:
             )
         except APIError as error:
             if error.err_code in _WRONG_LAST_SEQUENCE:
-                raise Conflict(f"{bucket}/{key}") from None
+                raise Conflict(f"{bucket}/{key} has changed since it was read") from None
             raise
         return ack.seq
 

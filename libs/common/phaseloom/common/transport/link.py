@@ -136,7 +136,7 @@ class Link:
         if ack.error is None:
             return ack
         if is_subject_taken(ack.error.err_code, ack.error.description):
-            raise AlreadyStored(subject)
+            raise AlreadyStored(f"{subject} already holds a message")
         raise ResourceError(
             f"{subject} was not stored: {ack.error.description}", code=Code.RESOURCE_EXHAUSTED
         )
