@@ -1,4 +1,4 @@
-"""The Python interpreters of a node's ranks: which backend runs in which, and what is missing.
+"""The Python interpreters of a node's ranks: which backend runs in which, and missing modules.
 
 A runtime whose requirements conflict with the worker's has a separate environment
 (`WorkerConfig.interpreters`). Ranks of all interpreters use the same agent and state manager, so

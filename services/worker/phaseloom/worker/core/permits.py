@@ -58,7 +58,7 @@ class CancelledOperations:
         return self._has_all or key in self._keeps_partial
 
     def keeps_partial(self, key: OperationKey) -> bool:
-        """Whether a cancelled operation should complete with the tokens generated so far."""
+        """Whether a cancelled operation should complete with the tokens that it has."""
         return self._keeps_partial.get(key, False)
 
     def add_all(self) -> None:

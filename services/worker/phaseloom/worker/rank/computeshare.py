@@ -106,6 +106,7 @@ class ComputeShare:
             return
         with self._lock:
             requested, waiting, self._waiting = self._requested, self._waiting, []
+            # Old and new units count as occupied until all threads have moved.
             self._occupied |= set(requested)
         if requested != self._used and self._num_units > 1:
             now_s = time.time()

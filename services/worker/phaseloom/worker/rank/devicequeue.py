@@ -102,6 +102,7 @@ class DeviceQueue:
         """
         if call.is_reading and call.key in self._cancelled:
             return None
+        # Joining must not overtake a waiting call, so it requires an empty queue.
         can_join = self._joining is not None and call.kind.shares_calls and not self._waiting
         if can_join and all(self._can_share_call(call, running) for running in self._running):
             self._running.append(call)
@@ -319,6 +320,7 @@ class DeviceQueue:
         finally:
             self._joining = None
             unstarted = [call for call in joining if not call.ended.done()]
+            # Calls that did not join were the oldest waiting ones, so they stay at the front.
             self._waiting.extendleft(reversed(unstarted))
 
     async def _generate(self, calls: list[DeviceCall]) -> list[Result | Exception | None]:

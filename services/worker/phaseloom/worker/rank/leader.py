@@ -4,7 +4,7 @@ Steps of an operation:
 - check its incarnation and `prev`, and that DONE has no outcome of it yet
 - read its payload from the operation stream
 - run it
-- write its outcome to DONE, where the first writer wins
+- write its outcome to DONE; the first writer wins
 - append OperationFinished to the decision log
 
 DONE holds the authoritative outcome; every later step may be repeated. A mutating operation runs
@@ -144,7 +144,7 @@ class Leader:
 
         Raises: ResourceError: a permit does not match this rank's state, and nothing happened; or
                  the ranks
-                cannot continue, whatever is stored.
+                cannot continue, even if outcomes were stored.
         """
         operations = [permit.operation for permit in message.permits]
         self._outcomes.unended.update(operations)
@@ -160,6 +160,7 @@ class Leader:
         )
         lost = [i for i, stored in enumerate(payloads) if stored is None and dones[i] is None]
         if lost:
+            # A server of the cluster may lag, so ask again before reporting the loss of a payload.
             subjects = [streams.op_subject(operations[i]) for i in lost]
             stream = streams.ops_stream(self.settings.deployment.tenant)
             again = await get_all(self.bus, stream, subjects, must_exist=True)

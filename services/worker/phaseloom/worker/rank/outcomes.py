@@ -209,6 +209,7 @@ class Outcomes:
             steps=ran.steps if ran else [],
         )
         msg_id = f"finished:{permit.operation}:{permit.incarnation}:{permit.id}"
+        # From here on, other ends need not wait for this one.
         self.unended.discard(permit.operation)
         with telemetry.span("complete", parent=parent, **self._attributes(permit)):
             await self._finished.add(_Finished(finished, msg_id))

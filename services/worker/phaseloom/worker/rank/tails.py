@@ -1,7 +1,7 @@
 """The long tail of `generate` operations over several replicas (WEAVE §4.3).
 
 When every replica has only the tail of its samples left, all replicas stop, and a few of them
-finish all remaining samples. Their prompts continue the tokens generated so far, token for token.
+finish all remaining samples. Their prompts continue the generated tokens exactly.
 Keys and values are computed again, so the last bits of log-probabilities may differ from those of
 an uninterrupted call. The other replicas are idle then, and their devices become available. This
 module counts open samples on both sides and assembles the results. Pure.
@@ -67,7 +67,7 @@ class TailBarrier:
 
 @dataclass(frozen=True, slots=True)
 class Remainder:
-    """The remaining samples of one `generate`, and its results so far."""
+    """The remaining samples of one `generate`, and its results until then."""
 
     args: Generate
     """A request for one sample of each prompt; each prompt continues an open sample."""

@@ -184,7 +184,7 @@ def _address(view: memoryview) -> int:
 def gather(target: memoryview, heap: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]) -> str:
     """Copy heap slots to their offsets in a version and fill the gaps between them with zeroes.
 
-    The zeroes give equal weights equal digests, whatever the extent contained before.
+    The zeroes give equal weights equal digests, regardless of the extent's earlier content.
     Args:    pairs: slots of the heap with their slots in the version, ordered by offset in the
              version.
     Returns: the digest of the version.
