@@ -185,9 +185,9 @@ def _race(
         torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
         before = memory.clone()
     if turn % 2:
-        thread.submit(heap.begin_copy_in, extents[seed]).result()
+        thread.submit(heap.start_copy_in, extents[seed]).result()
     else:
-        heap.begin_copy_in(extents[seed])
+        heap.start_copy_in(extents[seed])
     after = memory.clone()
     heap.finish()
     differing = num_differing(after, seed)

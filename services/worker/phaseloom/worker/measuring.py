@@ -92,11 +92,11 @@ class MeasuredCalls:
         self._backend.use_threads(len(request.units))
         durations_s: list[float] = []
         last_s = 0.0
-        while (begin_s := time.time()) < request.until_s:
+        while (start_s := time.time()) < request.until_s:
             call()
             end_s = time.time()
-            last_s = end_s - begin_s
-            if begin_s >= request.from_s and end_s <= request.until_s:
+            last_s = end_s - start_s
+            if start_s >= request.from_s and end_s <= request.until_s:
                 durations_s.append(last_s)
         return MeasureResult(
             sum(durations_s) / len(durations_s) if durations_s else last_s, len(durations_s)

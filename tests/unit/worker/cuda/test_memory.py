@@ -133,7 +133,7 @@ def test_load_that_finds_no_memory_takes_none_and_can_be_tried_again(
 
 def test_kernel_launched_after_a_load_began_sees_it(driver: EmulatedDriver) -> None:
     heap, seen, host = CudaHeap(SIZE, driver), [], extent(b"\x02" * SIZE)
-    heap.begin_copy_in(host)
+    heap.start_copy_in(host)
     driver.launch(lambda: seen.append(driver.bytes_at(heap.address, SIZE)))
     driver.synchronize(cuda.DEFAULT_STREAM)
     assert seen == [b"\x02" * SIZE]
@@ -268,7 +268,7 @@ def test_descriptor_of_something_else_is_not_taken(driver: EmulatedDriver) -> No
     os.ftruncate(fd, MAPPED)
     before = driver.free_bytes()
     with pytest.raises(CudaError, match="INVALID_VALUE"):
-        heap.take(fd, SIZE, [(0, 0, SIZE)])
+        heap.copy_shared_in(fd, SIZE, [(0, 0, SIZE)])
     os.close(fd)
     assert driver.free_bytes() == before
     assert driver.bytes_at(heap.address, SIZE) == bytes(SIZE)

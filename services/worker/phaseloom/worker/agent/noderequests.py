@@ -51,7 +51,7 @@ class NodeRequests:
             return IncarnationOver(wpg.reason)
         match request:
             case TakePart():
-                return await wpg.take(request, partial(self._run_share, wpg))
+                return await wpg.answer_share(request, partial(self._run_share, wpg))
             case CallRoll():
                 try:
                     await wpg.roll_call_locally()

@@ -297,7 +297,7 @@ class LocalWpg:
         is_first = self._ranks[0].config.token == token
         return MeetAt(self.store_address), [self._listener.fileno()] if is_first else []
 
-    async def take(
+    async def answer_share(
         self, request: TakePart, run: Callable[[RunShare], Work[SharesDone]]
     ) -> NodeReply:
         """Run a share that the leader, on another node, requests from this node's ranks."""

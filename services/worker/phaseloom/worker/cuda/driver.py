@@ -262,63 +262,67 @@ class LibCuda:
 
     def reserve(self, num_bytes: int) -> int:
         address = _Pointer()
-        self._do("cuMemAddressReserve", byref(address), num_bytes, 0, 0, 0)
+        self._call_in_context("cuMemAddressReserve", byref(address), num_bytes, 0, 0, 0)
         return address.value
 
     def unreserve(self, address: int, num_bytes: int) -> None:
-        self._do("cuMemAddressFree", address, num_bytes)
+        self._call_in_context("cuMemAddressFree", address, num_bytes)
 
     def create(self, num_bytes: int) -> int:
         handle = _Pointer()
-        self._do("cuMemCreate", byref(handle), num_bytes, byref(self._properties()), 0)
+        self._call_in_context("cuMemCreate", byref(handle), num_bytes, byref(self._properties()), 0)
         return handle.value
 
     def release(self, handle: int) -> None:
-        self._do("cuMemRelease", handle)
+        self._call_in_context("cuMemRelease", handle)
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
-        self._do("cuMemMap", address, num_bytes, 0, handle, 0)
+        self._call_in_context("cuMemMap", address, num_bytes, 0, handle, 0)
         access = AccessDescription(Location(_ON_DEVICE, self._ordinal), _READ_WRITE)
         try:
-            self._do("cuMemSetAccess", address, num_bytes, byref(access), 1)
+            self._call_in_context("cuMemSetAccess", address, num_bytes, byref(access), 1)
         except CudaError:
-            self._do("cuMemUnmap", address, num_bytes)
+            self._call_in_context("cuMemUnmap", address, num_bytes)
             raise
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        self._do("cuMemUnmap", address, num_bytes)
+        self._call_in_context("cuMemUnmap", address, num_bytes)
 
     def export(self, handle: int) -> int:
         fd = c_int(-1)
-        self._do("cuMemExportToShareableHandle", byref(fd), handle, _POSIX_DESCRIPTOR, 0)
+        self._call_in_context(
+            "cuMemExportToShareableHandle", byref(fd), handle, _POSIX_DESCRIPTOR, 0
+        )
         return fd.value
 
     def import_(self, fd: int) -> int:
         handle = _Pointer()
         # The API passes the descriptor itself in the pointer argument.
-        self._do("cuMemImportFromShareableHandle", byref(handle), fd, _POSIX_DESCRIPTOR)
+        self._call_in_context(
+            "cuMemImportFromShareableHandle", byref(handle), fd, _POSIX_DESCRIPTOR
+        )
         return handle.value
 
     def register(self, address: int, num_bytes: int) -> None:
-        self._do("cuMemHostRegister_v2", address, num_bytes, _REGISTER_PORTABLE)
+        self._call_in_context("cuMemHostRegister_v2", address, num_bytes, _REGISTER_PORTABLE)
 
     def unregister(self, address: int) -> None:
-        self._do("cuMemHostUnregister", address)
+        self._call_in_context("cuMemHostUnregister", address)
 
     def create_stream(self) -> int:
         stream = c_void_p()
-        self._do("cuStreamCreate", byref(stream), _STREAM_NON_BLOCKING)
+        self._call_in_context("cuStreamCreate", byref(stream), _STREAM_NON_BLOCKING)
         assert stream.value is not None
         return stream.value
 
     def destroy_stream(self, stream: int) -> None:
-        self._do("cuStreamDestroy_v2", stream)
+        self._call_in_context("cuStreamDestroy_v2", stream)
 
     def synchronize(self, stream: int) -> None:
-        self._do("cuStreamSynchronize", stream)
+        self._call_in_context("cuStreamSynchronize", stream)
 
     def synchronize_all(self) -> None:
-        self._do("cuCtxSynchronize")
+        self._call_in_context("cuCtxSynchronize")
 
     def order(self, first: int, then: int) -> None:
         event = c_void_p()
@@ -332,23 +336,23 @@ class LibCuda:
                 self._call("cuEventDestroy_v2", event)
 
     def copy_in(self, address: int, host_address: int, num_bytes: int, stream: int) -> None:
-        self._do("cuMemcpyHtoDAsync_v2", address, host_address, num_bytes, stream)
+        self._call_in_context("cuMemcpyHtoDAsync_v2", address, host_address, num_bytes, stream)
 
     def copy_out(self, host_address: int, address: int, num_bytes: int, stream: int) -> None:
-        self._do("cuMemcpyDtoHAsync_v2", host_address, address, num_bytes, stream)
+        self._call_in_context("cuMemcpyDtoHAsync_v2", host_address, address, num_bytes, stream)
 
     def copy_within(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        self._do("cuMemcpyDtoDAsync_v2", target, source, num_bytes, stream)
+        self._call_in_context("cuMemcpyDtoDAsync_v2", target, source, num_bytes, stream)
 
     def clear(self, address: int, num_bytes: int, stream: int) -> None:
-        self._do("cuMemsetD8Async", address, 0, num_bytes, stream)
+        self._call_in_context("cuMemsetD8Async", address, 0, num_bytes, stream)
 
     def free_bytes(self) -> int:
         free, total = c_size_t(), c_size_t()
-        self._do("cuMemGetInfo_v2", byref(free), byref(total))
+        self._call_in_context("cuMemGetInfo_v2", byref(free), byref(total))
         return free.value
 
-    def _do(self, name: str, *arguments: Any) -> None:
+    def _call_in_context(self, name: str, *arguments: Any) -> None:
         with self._current():
             self._call(name, *arguments)
 
@@ -363,7 +367,7 @@ class LibCuda:
 
     def _granularity(self) -> int:
         granularity = c_size_t()
-        self._do(
+        self._call_in_context(
             "cuMemGetAllocationGranularity",
             byref(granularity),
             byref(self._properties()),

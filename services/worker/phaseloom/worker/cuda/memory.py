@@ -238,7 +238,7 @@ class CudaHeap:
 
         Args: parts: offsets in `source` and in the heap.
         """
-        self._begin_parts(source, parts)
+        self._start_parts(source, parts)
         self.finish()
 
     def copy_in(self, source: memoryview) -> None:
@@ -246,17 +246,17 @@ class CudaHeap:
 
         Raises: CudaError: the device is out of memory; nothing is allocated then.
         """
-        self.begin_copy_in(source)
+        self.start_copy_in(source)
         self.finish()
 
-    def begin_copy_in(self, source: memoryview) -> None:
+    def start_copy_in(self, source: memoryview) -> None:
         """Start a `copy_in`. `source` must not change until `finish`.
 
         Work launched on the default stream from now on sees the new content.
         """
         self._check(source)
         self._populate()
-        self._begin_parts(source, [(0, 0, self.num_bytes)])
+        self._start_parts(source, [(0, 0, self.num_bytes)])
 
     def finish(self) -> None:
         """Wait until all started copies are done."""
@@ -288,7 +288,7 @@ class CudaHeap:
         finally:
             shared.close()
 
-    def take(self, fd: int, num_bytes: int, parts: Sequence[Part]) -> None:
+    def copy_shared_in(self, fd: int, num_bytes: int, parts: Sequence[Part]) -> None:
         """Overwrite parts of the heap with memory that another process shared.
 
         The caller still owns `fd`.
@@ -335,7 +335,7 @@ class CudaHeap:
         self._driver.order(self._stream, DEFAULT_STREAM)
         self.finish()
 
-    def _begin_parts(self, source: memoryview, parts: Sequence[Part]) -> None:
+    def _start_parts(self, source: memoryview, parts: Sequence[Part]) -> None:
         check_parts(parts, source.nbytes, self.num_bytes)
         self._driver.order(DEFAULT_STREAM, self._stream)
         address = host_address(source)

@@ -244,10 +244,10 @@ def _compute_share(settings: RankConfig, backend: Backend) -> ComputeShare:
     """The rank's share of its device: all of it until the scheduler changes the share."""
     key = settings.deployment
 
-    def record_interval(begin_s: float, end_s: float, units: Sequence[int]) -> None:
+    def record_interval(start_s: float, end_s: float, units: Sequence[int]) -> None:
         telemetry.record(
             "share",
-            begin_s,
+            start_s,
             end_s,
             tenant=key.tenant,
             job=key.job,

@@ -84,7 +84,7 @@ def copy_in(extent: memoryview, memory: DeviceMemory) -> str:
     """
     if isinstance(memory, Heap):
         return copy_hashed(extent, memory.buffer)
-    memory.begin_copy_in(extent[: memory.num_bytes])
+    memory.start_copy_in(extent[: memory.num_bytes])
     try:
         return digest_in_threads(extent)
     finally:
@@ -159,7 +159,7 @@ def share(
         return None
 
 
-def take(
+def copy_shared_in(
     memory: DeviceMemory, fd: int, num_bytes: int, pairs: list[tuple[TensorSlot, TensorSlot]]
 ) -> bool:
     """Copy memory exported by `share` over these tensors.
@@ -168,7 +168,7 @@ def take(
     """
     assert isinstance(memory, CudaHeap)
     try:
-        memory.take(fd, num_bytes, list(runs(pairs)))
+        memory.copy_shared_in(fd, num_bytes, list(runs(pairs)))
     except CudaError as error:
         log.warning("version not loaded from the device: %s", error)
         return False

@@ -146,7 +146,9 @@ class RankVersions:
             if not expect(answer, OnDevice).exists or len(fds) != 1:
                 return False
             num_bytes = described.num_bytes
-            return await self._run(lambda: devicememory.take(heap, fds[0], num_bytes, pairs))
+            return await self._run(
+                lambda: devicememory.copy_shared_in(heap, fds[0], num_bytes, pairs)
+            )
         finally:
             close_fds(fds)
 
