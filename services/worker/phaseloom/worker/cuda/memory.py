@@ -271,8 +271,9 @@ class CudaHeap:
         self._move(source.address, self.address, parts)
 
     def share(self, num_bytes: int, parts: Sequence[Part]) -> int:
-        """Copy parts of the heap into new, otherwise zeroed device memory, for `take` in any
-        process.
+        """Copy parts of the heap into new, otherwise zeroed device memory.
+
+        Any process can read it with `copy_shared_in`.
 
         Args:    parts: offsets in the heap and in the new memory.
         Returns: a descriptor that alone keeps the memory alive; the caller closes it.
