@@ -40,7 +40,7 @@ def list_checkpoints(
     what
         `<tenant>`, `<tenant>.<job>` or `<tenant>.<job>.<deployment>`. Default: all.
     run
-        As for `phaseloom jobs`.
+        Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     """
     tenant, job, deployment = (*_tokens(what, 3), "", "", "")[:3]
     found = uvloop.run(_listed(bus_config(run), tenant, api.ListCheckpoints(job, deployment)))
@@ -61,7 +61,7 @@ def show(checkpoint: str, *, run: Path | None = None, console: Console | None = 
     checkpoint
         `<tenant>.<job>.<deployment>.<name>`.
     run
-        As for `phaseloom jobs`.
+        Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     """
     tenant, request = _named(checkpoint)
     saved = uvloop.run(
@@ -80,7 +80,7 @@ def delete(checkpoint: str, *, run: Path | None = None, console: Console | None 
     checkpoint
         `<tenant>.<job>.<deployment>.<name>`.
     run
-        As for `phaseloom jobs`.
+        Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     """
     tenant, request = _named(checkpoint)
     deleted = uvloop.run(
@@ -102,7 +102,7 @@ def expire(
     ttl_s
         Seconds; 0: keep it until it is deleted.
     run
-        As for `phaseloom jobs`.
+        Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     """
     tenant, request = _named(checkpoint)
     asked = api.ExpireCheckpoint(request.job, request.deployment, request.name, ttl_s)
@@ -125,7 +125,7 @@ def archive(
     file
         File to write. It appears only when it is complete.
     run
-        As for `phaseloom jobs`.
+        Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     """
     tenant, request = _named(checkpoint)
     if file.exists():

@@ -41,8 +41,8 @@ def jobs(*, run: Path | None = None, profile: bool = False, console: Console | N
     Parameters
     ----------
     run
-        Directory of the run, or its name under runs/. Default: the mesh that PHASELOOM_BUS_URL,
-        _USER and _PASSWORD name if they are set, otherwise the newest run under runs/.
+        Run directory, or its name under runs/. Default: the mesh that PHASELOOM_BUS_URL, _USER and
+        _PASSWORD name if they are set, otherwise the newest run under runs/.
     profile
         Also show what the profiler has measured: each job's cycle, durations, gaps, worst cases,
         and the sub-stages of each rollout.
@@ -60,7 +60,7 @@ def explain(what: str, *, run: Path | None = None, console: Console | None = Non
     what
         A job, `<tenant>.<job>`, or an operation, `<tenant>.<job>.<deployment>.<seq>`.
     run
-        As for `phaseloom jobs`.
+        Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     """
     settings = bus_config(run)
     if what.count(".") < len(JobKey.__struct_fields__):
@@ -83,7 +83,7 @@ def cancel(job: str, *, run: Path | None = None, console: Console | None = None)
     job
         `<tenant>.<job>`.
     run
-        As for `phaseloom jobs`.
+        Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     """
     _end(_job_key(job), "job.finish", run, console)
 
@@ -108,7 +108,7 @@ def drain(
     what
         A node, or a job as `<tenant>.<job>`.
     run
-        As for `phaseloom jobs`.
+        Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     undo
         Allow placement on the node again.
     gone

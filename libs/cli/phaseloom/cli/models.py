@@ -41,7 +41,7 @@ def add(
     directory
         Model directory in the Hugging Face layout: config.json, safetensors, tokenizer.
     run
-        As for `phaseloom jobs`.
+        Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     """
     model = read_model(name, directory)
     uvloop.run(_add(bus_config(run), model))
@@ -54,7 +54,7 @@ def list_models(*, run: Path | None = None, console: Console | None = None) -> N
     Parameters
     ----------
     run
-        As for `phaseloom jobs`.
+        Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     """
     print_whole(console or Console(), table(uvloop.run(_all(bus_config(run)))))
 
@@ -70,7 +70,7 @@ def remove(name: str, *, run: Path | None = None, console: Console | None = None
     name
         The model's name.
     run
-        As for `phaseloom jobs`.
+        Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     """
     uvloop.run(_remove(bus_config(run), check_name(name, "name")))
     (console or Console()).print(f"{name} is no longer registered", markup=False)

@@ -41,7 +41,7 @@ def state(
     node
         Show only this node.
     run
-        As for `phaseloom jobs`.
+        Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     json
         Print one JSON object per node instead of tables.
     """

@@ -46,8 +46,8 @@ def top(*, run: Path | None = None, once: bool = False, console: Console | None 
     Parameters
     ----------
     run
-        Directory of the run, or its name under runs/. Default: the mesh that PHASELOOM_BUS_URL,
-        _USER and _PASSWORD name if they are set, otherwise the newest run under runs/.
+        Run directory, or its name under runs/. Default: the mesh that PHASELOOM_BUS_URL, _USER and
+        _PASSWORD name if they are set, otherwise the newest run under runs/.
     once
         Print the table once and exit; to a file or a pipe, in its full width.
     """
