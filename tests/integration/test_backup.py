@@ -308,8 +308,8 @@ def test_mesh_goes_on_where_its_backup_is_killed(tmp_path: Path) -> None:
         (tmp_path / "mesh.json").write_text(json.dumps(state))
         code = (
             "from pathlib import Path\n"
-            "from phaseloom.cli.backup import standing_still\n"
-            f"with standing_still(Path({str(tmp_path)!r})):\n"
+            "from phaseloom.cli.backup import paused\n"
+            f"with paused(Path({str(tmp_path)!r})):\n"
             "    print('still', flush=True); input()"
         )
         pipe = subprocess.PIPE

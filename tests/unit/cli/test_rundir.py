@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from phaseloom.cli.rundir import bus_config, find_run, held, new_run_dir, run_to_resume
+from phaseloom.cli.rundir import bus_config, find_run, locked, new_run_dir, run_to_resume
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.transport.connection import BusConfig
 from phaseloom.common.transport.natsserver import Credentials
@@ -98,7 +98,7 @@ def test_run_goes_on_where_the_id_of_its_process_is_somebody_elses(tmp_path: Pat
 
 def test_run_that_has_not_ended_is_not_resumed(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    with held(run), pytest.raises(CallerError, match="in use by a running mesh") as refused:
+    with locked(run), pytest.raises(CallerError, match="in use by a running mesh") as refused:
         run_to_resume(str(run), tmp_path)
     assert refused.value.info.code is Code.FAILED_PRECONDITION
     assert run_to_resume(str(run), tmp_path) == run

@@ -13,7 +13,7 @@ from rich.console import Console
 from phaseloom.cli.slowdowns import (
     Round,
     counts_of,
-    disturbed,
+    disturbed_kinds,
     measure_slowdown,
     splits_of,
     steps,
@@ -47,13 +47,13 @@ def test_slowdowns_are_ratios_within_a_round_whatever_the_machines_speed() -> No
     assert table.kinds["decode_small"].shares == {0.5: 1.0, 1.0: 1.0}
     assert table.splits == (0.5,)
     assert table.beside["train"]["prefill"] == 1.2
-    assert list(disturbed(table)) == []
+    assert list(disturbed_kinds(table)) == []
 
 
 def test_rounds_that_differ_much_are_told() -> None:
     """Something else took a core in one of them: such a table would mislead."""
     table = table_of([round_of(2, 1.0), round_of(2, 1.0, train=0.8)], 2, "test")
-    assert list(disturbed(table)) == [("train", (0.8, 1.5))]
+    assert list(disturbed_kinds(table)) == [("train", (0.8, 1.5))]
 
 
 @pytest.mark.parametrize("units", [2, 3, 4, 8, 10])

@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from phaseloom.cli.child import Ended, last_words, pause_s
+from phaseloom.cli.child import Ended, logged_reason, pause_s
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.processes import ChildSpec, child_specs, with_metrics
-from phaseloom.cli.rundir import held
+from phaseloom.cli.rundir import locked
 from phaseloom.cli.supervisor import Mesh, socket_directory
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.process import config
@@ -50,7 +50,7 @@ def test_child_specs_give_each_service_its_own_settings() -> None:
 
 
 async def test_second_mesh_in_a_directory_is_refused(tmp_path: Path) -> None:
-    with held(tmp_path), pytest.raises(CallerError, match="in use by a running mesh"):
+    with locked(tmp_path), pytest.raises(CallerError, match="in use by a running mesh"):
         async with Mesh(MeshConfig(), tmp_path):
             raise AssertionError("two meshes on one store")
 
@@ -200,13 +200,13 @@ def test_socket_directory_is_elsewhere_when_the_name_is_too_long(tmp_path: Path)
 
 def test_reason_that_a_service_ended_for_is_told(tmp_path: Path) -> None:
     log = tmp_path / "router-0.log"
-    assert last_words(log) == ""
+    assert logged_reason(log) == ""
     said = {"time": 1.0, "level": "CRITICAL", "message": "router cannot start: there is no port 1"}
     log.write_bytes(b"x" * 100_000 + b"\n" + msgspec.json.encode(said) + b"\n")
-    assert last_words(log) == ": router cannot start: there is no port 1"
+    assert logged_reason(log) == ": router cannot start: there is no port 1"
     for line in (msgspec.json.encode(said | {"level": "INFO"}), b"Fatal Python error", b"", b"7"):
         log.write_bytes(line)
-        assert last_words(log) == ""
+        assert logged_reason(log) == ""
 
 
 def test_interpreter_that_is_not_there_is_refused(tmp_path: Path) -> None:

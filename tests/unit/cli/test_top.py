@@ -17,7 +17,7 @@ from tests.support.runlog import HandMade, shared
 def board_of(log: HandMade) -> Dashboard:
     dashboard = Dashboard()
     for entry in log.recorded():
-        dashboard.take(LogEntry(entry.sequence, entry.time_unix_s, entry.event, {}))
+        dashboard.accept(LogEntry(entry.sequence, entry.time_unix_s, entry.event, {}))
     return dashboard
 
 

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
-from phaseloom.cli.up import CONSOLE_PORT, given_settings, up, with_policies
+from phaseloom.cli.up import CONSOLE_PORT, load_settings, up, with_policies
 from phaseloom.common.contract.errors import CallerError, Code
 from tests.support.processes import free_port
 
@@ -78,7 +78,7 @@ def test_run_goes_on_with_its_own_settings_where_none_are_given(
     def resumed(console_port: int, mesh_file: Path | None = None) -> MeshConfig:
         stored = replace(own, console_port=console_port)
         (tmp_path / "settings.json").write_bytes(msgspec.json.encode(stored))
-        return given_settings(mesh_file, tmp_path)
+        return load_settings(mesh_file, tmp_path)
 
     assert resumed(0) == own, "and without a console, as before"
     port = free_port()
@@ -97,9 +97,9 @@ def test_run_goes_on_with_its_own_settings_where_none_are_given(
 
 
 def test_console_takes_another_port_than_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert given_settings(None, None, gateway=CONSOLE_PORT).console_port != CONSOLE_PORT
+    assert load_settings(None, None, gateway=CONSOLE_PORT).console_port != CONSOLE_PORT
     monkeypatch.setenv("PHASELOOM_MESH_GATEWAY_PORT", str(CONSOLE_PORT))
-    assert given_settings(None, None).console_port != CONSOLE_PORT
+    assert load_settings(None, None).console_port != CONSOLE_PORT
 
 
 def test_run_is_resumed_with_more_than_it_has(tmp_path: Path) -> None:

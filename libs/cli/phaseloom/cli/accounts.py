@@ -76,11 +76,11 @@ def make_accounts(directory: Path, tenants: tuple[str, ...], url: str) -> Creden
         )
     for tenant in tenants:
         check_tenant(tenant, "tenants")
-    port = _port_of(url)
+    port = _port_in(url)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    earlier = _earlier(directory / _CREDENTIALS)
-    known = {} if earlier is None else earlier.tenants
-    missing = [tenant for tenant in known if tenant not in tenants]
+    earlier = _read_credentials(directory / _CREDENTIALS)
+    earlier_passwords = {} if earlier is None else earlier.tenants
+    missing = [tenant for tenant in earlier_passwords if tenant not in tenants]
     if missing:
         raise CallerError(
             f"{directory} already has tenants that you did not name: {', '.join(missing)}",
@@ -88,22 +88,25 @@ def make_accounts(directory: Path, tenants: tuple[str, ...], url: str) -> Creden
             field="tenants",
             remedy="name them too; otherwise their jobs would no longer be routed",
         )
-    made = Credentials(
+    credentials = Credentials(
         url,
         MESH_USER,
         secrets.token_urlsafe(_PASSWORD_BYTES) if earlier is None else earlier.password,
-        {name: known.get(name) or secrets.token_urlsafe(_PASSWORD_BYTES) for name in tenants},
+        {
+            name: earlier_passwords.get(name) or secrets.token_urlsafe(_PASSWORD_BYTES)
+            for name in tenants
+        },
     )
-    secret, operator = (_kept(directory / name) for name in (_STATE_SECRET, _OPERATOR_KEY))
-    _write(directory / _CREDENTIALS, msgspec.json.format(msgspec.json.encode(made)).decode())
-    _write(directory / "nats.conf", json.dumps(_server(made, port), indent=2))
-    for name, variables in _services(made, secret, operator).items():
+    secret, operator = (_secret_in(directory / name) for name in (_STATE_SECRET, _OPERATOR_KEY))
+    _write(directory / _CREDENTIALS, msgspec.json.format(msgspec.json.encode(credentials)).decode())
+    _write(directory / "nats.conf", json.dumps(_server(credentials, port), indent=2))
+    for name, variables in _services(credentials, secret, operator).items():
         _write(directory / f"{name}.env", _lines(variables))
     (directory / "tenants").mkdir(exist_ok=True)
-    for name, password in made.tenants.items():
+    for name, password in credentials.tenants.items():
         variables = {"URL": url, "TENANT": name, "PASSWORD": password}
         _write(directory / "tenants" / f"{name}.env", _lines(variables))
-    return made
+    return credentials
 
 
 def _server(credentials: Credentials, port: int) -> dict[str, object]:
@@ -150,7 +153,7 @@ def _write(file: Path, content: str) -> None:
     replace_file(file, content.encode(), 0o600)
 
 
-def _port_of(url: str) -> int:
+def _port_in(url: str) -> int:
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -165,7 +168,7 @@ def _port_of(url: str) -> int:
     return port
 
 
-def _earlier(file: Path) -> Credentials | None:
+def _read_credentials(file: Path) -> Credentials | None:
     """Return the credentials in the file, or None if there is no file.
 
     Raises: CallerError: FAILED_PRECONDITION: the file cannot be read.
@@ -183,7 +186,7 @@ def _earlier(file: Path) -> Credentials | None:
         ) from None
 
 
-def _kept(file: Path) -> str:
+def _secret_in(file: Path) -> str:
     """Return the secret in the file. If there is no file, write a new secret first."""
     if not file.exists():
         _write(file, secrets.token_urlsafe(_PASSWORD_BYTES))

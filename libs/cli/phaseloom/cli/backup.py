@@ -27,7 +27,7 @@ import uvloop
 from rich.console import Console
 
 from phaseloom.cli.meshconfig import MeshConfig, servers_of, settings_of
-from phaseloom.cli.rundir import LOCK, find_run, held, open_bus
+from phaseloom.cli.rundir import LOCK, find_run, locked, open_bus
 from phaseloom.cli.storecheck import MARKS, StoreMarks, check_when_up, end_sessions, newest_mark
 from phaseloom.cli.supervisor import NATS
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
@@ -39,21 +39,21 @@ from phaseloom.common.transport.decisionlog import LogExtent
 MANIFEST = "backup.json"
 _FILES = "run"
 _FORMAT = 1
-_LEFT_OUT = frozenset({"logs", "spans", "s", "mesh.json", LOCK})
+_EXCLUDED = frozenset({"logs", "spans", "s", "mesh.json", LOCK})
 """Entries of a run's directory that describe its processes, not its jobs."""
-_MOST_PASSES = 5
-_FEW_BYTES = 8 * 2**20
+_MAX_PASSES = 5
+_MAX_LAST_BYTES = 8 * 2**20
 """Pause the run for the last copy once at most this many bytes have changed since the previous
 one."""
-_TRIES = 3
-_STILL_WITHIN_S = 10.0
-_LOOK_EVERY_S = 0.005
-_TOLD = 5
+_ATTEMPTS = 3
+_PAUSE_TIMEOUT_S = 10.0
+_POLL_S = 0.005
+_MAX_NAMED = 5
 """Damaged files that an error names, at most."""
 _SERVERS_OWN_DEPTH = 3
 """Path depth of a server's own files: `nats/<file>`, or `nats/<server>/<file>` with several
 servers."""
-_UNSURE_NS = 2 * 10**9
+_TIMESTAMP_MARGIN_NS = 2 * 10**9
 """A file written less than this before its copy is copied again: it may have changed since under
 the same time stamp."""
 
@@ -97,7 +97,7 @@ def backup(directory: Path, *, run: Path | None = None, console: Console | None 
     run
         Directory of the run. Default: the newest run.
     """
-    found = find_run(run).resolve()
+    run_dir = find_run(run).resolve()
     target = directory.absolute()
     if target.exists():
         raise CallerError(
@@ -106,41 +106,41 @@ def backup(directory: Path, *, run: Path | None = None, console: Console | None 
             field="directory",
             remedy="name a directory that does not exist yet",
         )
-    if target.is_relative_to(found):
+    if target.is_relative_to(run_dir):
         raise CallerError(
             f"{directory} is inside the run to back up",
             field="directory",
             remedy="name a directory outside the run, preferably on another disk",
         )
-    with ExitStack() as stack, _whole_or_not_at_all(target) as draft:
+    with ExitStack() as stack, _atomic_directory(target) as draft:
         try:
-            stack.enter_context(held(found))
+            stack.enter_context(locked(run_dir))
             runs = False
         except CallerError:
             runs = True
-        pause_s = _copied(found, draft / _FILES, runs=runs)
+        pause_s = _copy_run(run_dir, draft / _FILES, runs=runs)
         made_s = time.time()
-        extent = uvloop.run(_checked(draft / _FILES))
+        extent = uvloop.run(_check_copy(draft / _FILES))
         settings = settings_of(draft / _FILES)
-        made = Backup(
+        manifest = Backup(
             format=_FORMAT,
             phaseloom=version("phaseloom"),
             made_unix_s=made_s,
-            run=str(found),
+            run=str(run_dir),
             log_last=extent.last,
             checkpoint_root=settings.checkpoint_root if settings else "",
-            files=list(_listed(draft / _FILES)),
+            files=list(_entries(draft / _FILES)),
         )
-        replace_file(draft / MANIFEST, msgspec.json.format(msgspec.json.encode(made)) + b"\n")
+        replace_file(draft / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
     out = console or Console()
-    num_bytes = sum(file.num_bytes for file in made.files)
+    num_bytes = sum(file.num_bytes for file in manifest.files)
     line = (
-        f"{directory}: {len(made.files)} files, {num_bytes:,} bytes, the decision log up to "
-        f"{made.log_last}; the mesh was paused for {pause_s:.2f} s"
+        f"{directory}: {len(manifest.files)} files, {num_bytes:,} bytes, the decision log up to "
+        f"{manifest.log_last}; the mesh was paused for {pause_s:.2f} s"
     )
     out.print(line, soft_wrap=True, markup=False)
-    if made.checkpoint_root:
-        line = f"not included: the checkpoints in {made.checkpoint_root}"
+    if manifest.checkpoint_root:
+        line = f"not included: the checkpoints in {manifest.checkpoint_root}"
         out.print(line, soft_wrap=True, markup=False)
 
 
@@ -157,7 +157,7 @@ def restore(directory: Path, run_dir: Path, *, console: Console | None = None) -
     run_dir
         Run directory to create. It may exist if it is empty.
     """
-    made = _manifest(directory)
+    manifest = _read_manifest(directory)
     target = run_dir.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CallerError(
@@ -167,23 +167,23 @@ def restore(directory: Path, run_dir: Path, *, console: Console | None = None) -
             remedy="name an empty directory or one that does not exist yet",
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _whole_or_not_at_all(target) as draft:
-        _place(made, directory / _FILES, draft)
-        num_jobs = uvloop.run(_prepared(draft))
-    made_at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(made.made_unix_s))
+    with _atomic_directory(target) as draft:
+        _copy_files(manifest, directory / _FILES, draft)
+        num_jobs = uvloop.run(_prepare_restored(draft))
+    made_at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest.made_unix_s))
     lines = [
-        f"{run_dir} is restored as of {made_at}, with the decision log up to {made.log_last}",
+        f"{run_dir} is restored as of {made_at}, with the decision log up to {manifest.log_last}",
         f"later work is lost; controllers of {num_jobs} jobs must attach again",
         f"phaseloom up --resume --run {run_dir}  # with its settings, or those of --mesh-file",
     ]
-    if made.checkpoint_root:
-        lines.insert(2, f"the run uses the present checkpoints in {made.checkpoint_root}")
+    if manifest.checkpoint_root:
+        lines.insert(2, f"the run uses the present checkpoints in {manifest.checkpoint_root}")
     for line in lines:
         (console or Console()).print(line, soft_wrap=True, markup=False)
 
 
 @contextmanager
-def _whole_or_not_at_all(target: Path) -> Iterator[Path]:
+def _atomic_directory(target: Path) -> Iterator[Path]:
     """Yield a directory to fill. It is renamed to `target` if the block succeeds, else removed.
 
     Raises: ResourceError: RESOURCE_EXHAUSTED: the disk is full; UNAVAILABLE: the disk fails.
@@ -207,7 +207,7 @@ def _whole_or_not_at_all(target: Path) -> Iterator[Path]:
 # --- the copy of a run that runs -----------------------------------------------------------------
 
 
-def _copied(run_dir: Path, target: Path, *, runs: bool) -> float:
+def _copy_run(run_dir: Path, target: Path, *, runs: bool) -> float:
     """Copy a run's directory as it is at one moment. Return the length of the pause in seconds.
 
     Args:   runs: whether its mesh runs. If not, no process is paused: the recorded process ids may
@@ -216,20 +216,20 @@ def _copied(run_dir: Path, target: Path, *, runs: bool) -> float:
     """
     mirror = Mirror(run_dir, target)
     if not runs:
-        mirror.update(is_still=True)
+        mirror.update(is_paused=True)
         return 0.0
-    for _ in range(_MOST_PASSES):
-        if mirror.update(is_still=False) <= _FEW_BYTES:
+    for _ in range(_MAX_PASSES):
+        if mirror.update(is_paused=False) <= _MAX_LAST_BYTES:
             break
-    for _ in range(_TRIES):
+    for _ in range(_ATTEMPTS):
         began_s = time.monotonic()
-        with standing_still(run_dir) as pids:
-            mirror.update(is_still=True)
-            is_one_moment = _processes(run_dir) == pids
-        if is_one_moment:
+        with paused(run_dir) as pids:
+            mirror.update(is_paused=True)
+            is_consistent = _processes(run_dir) == pids
+        if is_consistent:
             return time.monotonic() - began_s
     raise ResourceError(
-        f"the processes of {run_dir} restarted during each of {_TRIES} attempts at a backup",
+        f"the processes of {run_dir} restarted during each of {_ATTEMPTS} attempts at a backup",
         remedy="find out from the run's logs why they restart, then try again",
     )
 
@@ -240,10 +240,10 @@ class Mirror:
     def __init__(self, source: Path, target: Path) -> None:
         self._source = source
         self._target = target
-        self._copied: dict[Path, tuple[int, int, int]] = {}
+        self._copy_run: dict[Path, tuple[int, int, int]] = {}
         """Path → inode, size and modification time of the copied file. All zero: copy it again."""
 
-    def update(self, *, is_still: bool) -> int:
+    def update(self, *, is_paused: bool) -> int:
         """Copy all changes, and remove files that no longer exist. Return the bytes copied.
 
         Args: is_still: whether the run is paused. If not, files may vanish during the copy.
@@ -255,38 +255,38 @@ class Mirror:
             try:
                 num_bytes += self._update(path)
             except FileNotFoundError:
-                if is_still:
+                if is_paused:
                     raise
                 continue
             seen.add(path)
-        for gone in [path for path in self._copied if path not in seen]:
-            self._remove(gone)
-            del self._copied[gone]
+        for vanished in [path for path in self._copy_run if path not in seen]:
+            self._remove(vanished)
+            del self._copy_run[vanished]
         return num_bytes
 
     def _update(self, path: Path) -> int:
         source, target = self._source / path, self._target / path
-        found = source.lstat()
-        if stat.S_ISDIR(found.st_mode):
+        status = source.lstat()
+        if stat.S_ISDIR(status.st_mode):
             if target.is_symlink() or (target.exists() and not target.is_dir()):
                 target.unlink()
             target.mkdir(exist_ok=True)
-            target.chmod(stat.S_IMODE(found.st_mode) | stat.S_IRWXU)
-            self._copied[path] = (0, 0, 0)
+            target.chmod(stat.S_IMODE(status.st_mode) | stat.S_IRWXU)
+            self._copy_run[path] = (0, 0, 0)
             return 0
-        now = (found.st_ino, found.st_size, found.st_mtime_ns)
-        if self._copied.get(path) == now:
+        now = (status.st_ino, status.st_size, status.st_mtime_ns)
+        if self._copy_run.get(path) == now:
             return 0
         began_ns = time.time_ns()
         self._remove(path)
-        if stat.S_ISLNK(found.st_mode):
+        if stat.S_ISLNK(status.st_mode):
             target.symlink_to(source.readlink())
         else:
             shutil.copyfile(source, target)
-            target.chmod(stat.S_IMODE(found.st_mode))
-        is_sure = began_ns - found.st_mtime_ns > _UNSURE_NS
-        self._copied[path] = now if is_sure else (0, 0, 0)
-        return found.st_size
+            target.chmod(stat.S_IMODE(status.st_mode))
+        is_settled = began_ns - status.st_mtime_ns > _TIMESTAMP_MARGIN_NS
+        self._copy_run[path] = now if is_settled else (0, 0, 0)
+        return status.st_size
 
     def _remove(self, path: Path) -> None:
         target = self._target / path
@@ -301,22 +301,22 @@ def _walk(root: Path) -> Iterator[Path]:
     for path in _below(root, Path()):
         top = path.parts[0]
         name = path.name
-        if top in _LEFT_OUT or name.startswith(".latest."):
+        if top in _EXCLUDED or name.startswith(".latest."):
             continue
-        if top == NATS and len(path.parts) <= _SERVERS_OWN_DEPTH and _is_servers_own(name):
+        if top == NATS and len(path.parts) <= _SERVERS_OWN_DEPTH and _is_rewritten_by_server(name):
             continue
         yield path
 
 
-def _is_servers_own(name: str) -> bool:
+def _is_rewritten_by_server(name: str) -> bool:
     """Whether the server writes this file of its directory at each start."""
     return name in ("nats.log", "nats.conf", "credentials.json") or name.endswith(".ports")
 
 
-def _below(root: Path, place: Path) -> Iterator[Path]:
-    with suppress(FileNotFoundError), os.scandir(root / place) as entries:
-        for entry in sorted(entries, key=lambda each: each.name):
-            path = place / entry.name
+def _below(root: Path, path_from_root: Path) -> Iterator[Path]:
+    with suppress(FileNotFoundError), os.scandir(root / path_from_root) as entries:
+        for entry in sorted(entries, key=lambda item: item.name):
+            path = path_from_root / entry.name
             if entry.is_dir(follow_symlinks=False):
                 yield path
                 yield from _below(root, path)
@@ -335,7 +335,7 @@ def _processes(run_dir: Path) -> set[int]:
 
 
 @contextmanager
-def standing_still(run_dir: Path) -> Iterator[set[int]]:
+def paused(run_dir: Path) -> Iterator[set[int]]:
     """Pause all processes of a run within the block, except their supervisor.
 
     They resume at the end of the block, even if this process is killed within it. Yields the
@@ -356,14 +356,14 @@ def standing_still(run_dir: Path) -> Iterator[set[int]]:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGSTOP)
-        deadline_s = time.monotonic() + _STILL_WITHIN_S
-        while moving := _moving(pids):
+        deadline_s = time.monotonic() + _PAUSE_TIMEOUT_S
+        while running_thread := _running_thread(pids):
             if time.monotonic() > deadline_s:
                 raise ResourceError(
-                    f"process {moving} did not stop within {_STILL_WITHIN_S:g} s",
+                    f"process {running_thread} did not stop within {_PAUSE_TIMEOUT_S:g} s",
                     remedy="its disk may be slow: try again, or stop the mesh first",
                 )
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_S)
         yield pids
     finally:
         assert guard.stdin is not None
@@ -371,7 +371,7 @@ def standing_still(run_dir: Path) -> Iterator[set[int]]:
         guard.wait()
 
 
-def _moving(groups: set[int]) -> int:
+def _running_thread(groups: set[int]) -> int:
     """Return the id of a thread of these process groups that still runs, or 0."""
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
@@ -393,7 +393,7 @@ def _status(process: Path) -> list[str]:
 # --- what is in a backup -------------------------------------------------------------------------
 
 
-def _listed(root: Path) -> Iterator[BackupFile]:
+def _entries(root: Path) -> Iterator[BackupFile]:
     """Yield the entries of the manifest. Each file is flushed to disk before it is listed."""
     for path in _below(root, Path()):
         place = root / path
@@ -408,14 +408,14 @@ def _listed(root: Path) -> Iterator[BackupFile]:
             yield BackupFile(str(path), mode, place.stat().st_size, file_blake3(place))
 
 
-def _manifest(directory: Path) -> Backup:
+def _read_manifest(directory: Path) -> Backup:
     """Read the manifest of a backup.
 
     Raises: CallerError: the directory is not a backup, or a backup of another format.
     """
     file = directory / MANIFEST
     try:
-        made = msgspec.json.decode(file.read_bytes(), type=Backup)
+        manifest = msgspec.json.decode(file.read_bytes(), type=Backup)
     except (OSError, msgspec.DecodeError) as error:
         raise CallerError(
             f"{directory} is not a backup: {error}",
@@ -423,23 +423,23 @@ def _manifest(directory: Path) -> Backup:
             field="directory",
             remedy="name a directory that `phaseloom backup` has written",
         ) from None
-    if made.format != _FORMAT:
+    if manifest.format != _FORMAT:
         raise CallerError(
-            f"expected a backup of format {_FORMAT}, got format {made.format} in {directory}",
+            f"expected a backup of format {_FORMAT}, got format {manifest.format} in {directory}",
             code=Code.FAILED_PRECONDITION,
             field="directory",
-            remedy=f"restore it with phaseloom {made.phaseloom}",
+            remedy=f"restore it with phaseloom {manifest.phaseloom}",
         )
-    return made
+    return manifest
 
 
-def _place(made: Backup, source: Path, target: Path) -> None:
+def _copy_files(manifest: Backup, source: Path, target: Path) -> None:
     """Copy the files of a backup into a run directory, and verify each.
 
     Raises: ResourceError: DATA_LOSS: a file is missing or has changed.
     """
     bad = []
-    for file in made.files:
+    for file in manifest.files:
         place = target / file.path
         if not place.resolve().is_relative_to(target.resolve()):
             raise CallerError(
@@ -462,7 +462,7 @@ def _place(made: Backup, source: Path, target: Path) -> None:
                 bad.append(file.path)
     if bad:
         raise ResourceError(
-            f"{len(bad)} files of the backup are missing or damaged: {', '.join(bad[:_TOLD])}",
+            f"{len(bad)} files of the backup are missing or damaged: {', '.join(bad[:_MAX_NAMED])}",
             code=Code.DATA_LOSS,
             remedy="restore another backup or another copy of this one",
             details={"files": len(bad)},
@@ -472,30 +472,30 @@ def _place(made: Backup, source: Path, target: Path) -> None:
 # --- its store, served for a moment ---------------------------------------------------------------
 
 
-async def _checked(run_dir: Path) -> LogExtent:
+async def _check_copy(run_dir: Path) -> LogExtent:
     """Read the whole decision log of a copied run, and return its extent.
 
     Raises: ResourceError: DATA_LOSS: the store is incomplete.
     """
-    async with _served(run_dir) as bus:
+    async with _serving(run_dir) as bus:
         marks = StoreMarks(run_dir / MARKS)
         return await check_when_up(bus, marks, newest_mark(run_dir / "nodes"))
 
 
-async def _prepared(run_dir: Path) -> int:
+async def _prepare_restored(run_dir: Path) -> int:
     """Check the store of a restored run, and end the sessions of its jobs.
 
     Returns: the number of jobs that had a session.
     Raises:  ResourceError: DATA_LOSS: the store is incomplete.
     """
-    async with _served(run_dir) as bus:
+    async with _serving(run_dir) as bus:
         marks = StoreMarks(run_dir / MARKS)
         await check_when_up(bus, marks, newest_mark(run_dir / "nodes"))
         return await end_sessions(bus)
 
 
 @asynccontextmanager
-async def _served(run_dir: Path) -> AsyncIterator[Bus]:
+async def _serving(run_dir: Path) -> AsyncIterator[Bus]:
     """Run the server of a stopped run within the block, at a free port, and connect to it."""
     directory = run_dir / NATS
     settings = settings_of(run_dir) or MeshConfig()
@@ -505,5 +505,5 @@ async def _served(run_dir: Path) -> AsyncIterator[Bus]:
         async with servers, open_bus(servers.credentials.bus, "backup") as bus:
             yield bus
     for path in [*directory.glob("*"), *directory.glob("*/*")]:
-        if _is_servers_own(path.name):
+        if _is_rewritten_by_server(path.name):
             path.unlink()

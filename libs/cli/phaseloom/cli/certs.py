@@ -29,7 +29,7 @@ from phaseloom.common.transport.certificates import (
 )
 
 _VALID = datetime.timedelta(days=3650)
-_EARLY = datetime.timedelta(days=1)
+_CLOCK_TOLERANCE = datetime.timedelta(days=1)
 """Certificates are valid from this long ago, because the clocks of nodes differ."""
 
 
@@ -94,10 +94,10 @@ def _authority(directory: Path) -> _Authority:
     """Return the directory's authority; create it first if there is none."""
     certificate, key = directory / CA_FILE, directory / CA_KEY_FILE
     if not key.exists():
-        made = _new_authority()
-        replace_file(certificate, _pem(made.certificate), 0o644)
-        replace_file(key, _pem_of_key(made.key), 0o600)
-        return made
+        authority = _new_authority()
+        replace_file(certificate, _pem(authority.certificate), 0o644)
+        replace_file(key, _pem_of_key(authority.key), 0o600)
+        return authority
     try:
         loaded = serialization.load_pem_private_key(key.read_bytes(), None)
         assert isinstance(loaded, ec.EllipticCurvePrivateKey)
@@ -145,7 +145,7 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _EARLY)
+        .not_valid_before(now - _CLOCK_TOLERANCE)
         .not_valid_after(now + _VALID)
     )
 

@@ -43,10 +43,10 @@ def list_checkpoints(
         Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     """
     tenant, job, deployment = (*_tokens(what, 3), "", "", "")[:3]
-    found = uvloop.run(_listed(bus_config(run), tenant, api.ListCheckpoints(job, deployment)))
+    lists = uvloop.run(_fetch_lists(bus_config(run), tenant, api.ListCheckpoints(job, deployment)))
     target = console or Console()
-    print_whole(target, table(found))
-    silent = sorted({node for each in found.values() for node in each.silent_nodes})
+    print_whole(target, table(lists))
+    silent = sorted({node for listed in lists.values() for node in listed.silent_nodes})
     if silent:
         line = f"no answer from {', '.join(silent)}: checkpoints that only they have are missing"
         target.print(line, soft_wrap=True, markup=False)
@@ -63,11 +63,11 @@ def show(checkpoint: str, *, run: Path | None = None, console: Console | None = 
     run
         Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     """
-    tenant, request = _named(checkpoint)
+    tenant, request = _parse_checkpoint(checkpoint)
     saved = uvloop.run(
         _call(bus_config(run), tenant, "checkpoint.show", request, api.SavedCheckpoint)
     )
-    (console or Console()).print(described(tenant, saved), soft_wrap=True, markup=False)
+    (console or Console()).print(describe(tenant, saved), soft_wrap=True, markup=False)
 
 
 def delete(checkpoint: str, *, run: Path | None = None, console: Console | None = None) -> None:
@@ -82,7 +82,7 @@ def delete(checkpoint: str, *, run: Path | None = None, console: Console | None 
     run
         Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     """
-    tenant, request = _named(checkpoint)
+    tenant, request = _parse_checkpoint(checkpoint)
     deleted = uvloop.run(
         _call(bus_config(run), tenant, "checkpoint.delete", request, api.CheckpointDeleted)
     )
@@ -104,12 +104,12 @@ def expire(
     run
         Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     """
-    tenant, request = _named(checkpoint)
-    asked = api.ExpireCheckpoint(request.job, request.deployment, request.name, ttl_s)
+    tenant, request = _parse_checkpoint(checkpoint)
+    expire_request = api.ExpireCheckpoint(request.job, request.deployment, request.name, ttl_s)
     saved = uvloop.run(
-        _call(bus_config(run), tenant, "checkpoint.expire", asked, api.SavedCheckpoint)
+        _call(bus_config(run), tenant, "checkpoint.expire", expire_request, api.SavedCheckpoint)
     )
-    line = f"{checkpoint}: {_kept(saved)}"
+    line = f"{checkpoint}: {_retention(saved)}"
     (console or Console()).print(line, soft_wrap=True, markup=False)
 
 
@@ -127,7 +127,7 @@ def archive(
     run
         Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     """
-    tenant, request = _named(checkpoint)
+    tenant, request = _parse_checkpoint(checkpoint)
     if file.exists():
         raise CallerError(
             f"{file} already exists",
@@ -143,18 +143,18 @@ def archive(
 # --- requests ------------------------------------------------------------------------------------
 
 
-def _tokens(text: str, most: int) -> list[str]:
+def _tokens(text: str, limit: int) -> list[str]:
     tokens = text.split(".") if text else []
-    if len(tokens) > most:
+    if len(tokens) > limit:
         raise CallerError(
-            f"expected at most {most} parts, got {text!r}",
+            f"expected at most {limit} parts, got {text!r}",
             field="what",
-            remedy=f"name {'.'.join(f'<{part}>' for part in _PARTS[:most])} or its first parts",
+            remedy=f"name {'.'.join(f'<{part}>' for part in _PARTS[:limit])} or its first parts",
         )
     return [check_name(token, part) for token, part in zip(tokens, _PARTS, strict=False)]
 
 
-def _named(text: str) -> tuple[str, api.CheckpointRequest]:
+def _parse_checkpoint(text: str) -> tuple[str, api.CheckpointRequest]:
     tokens = text.split(".")
     if len(tokens) != len(_PARTS):
         raise CallerError(
@@ -166,15 +166,15 @@ def _named(text: str) -> tuple[str, api.CheckpointRequest]:
     return tenant, api.CheckpointRequest(*names)
 
 
-async def _listed(
+async def _fetch_lists(
     settings: BusConfig, tenant: str, request: api.ListCheckpoints
 ) -> dict[str, api.CheckpointList]:
     async with open_bus(settings, "checkpoints") as bus:
         tenants = [tenant] if tenant else await _tenants(bus)
-        asked = [
-            _ask(bus, each, "checkpoint.list", request, api.CheckpointList) for each in tenants
+        requests = [
+            _request(bus, name, "checkpoint.list", request, api.CheckpointList) for name in tenants
         ]
-        return dict(zip(tenants, await asyncio.gather(*asked), strict=True))
+        return dict(zip(tenants, await asyncio.gather(*requests), strict=True))
 
 
 async def _tenants(bus: Bus) -> list[str]:
@@ -183,13 +183,13 @@ async def _tenants(bus: Bus) -> list[str]:
     return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
 
-async def _ask(bus: Bus, tenant: str, call: str, request: object, answer: type[T]) -> T:
+async def _request(bus: Bus, tenant: str, call: str, request: object, answer: type[T]) -> T:
     return await call_api(bus.client, tenant, call, request, answer, timeout_s=_ANSWER_S)
 
 
 async def _call(settings: BusConfig, tenant: str, call: str, request: object, kind: type[T]) -> T:
     async with open_bus(settings, "checkpoints") as bus:
-        return await _ask(bus, tenant, call, request, kind)
+        return await _request(bus, tenant, call, request, kind)
 
 
 async def _download(
@@ -197,13 +197,15 @@ async def _download(
 ) -> int:
     part = file.with_name(f".{file.name}.part")
     async with open_bus(settings, "checkpoints") as bus:
-        opened = await _ask(bus, tenant, "checkpoint.archive", request, api.OpenedArchive)
+        opened = await _request(bus, tenant, "checkpoint.archive", request, api.OpenedArchive)
         try:
             with part.open("wb") as target:
                 offset = 0
                 while offset < opened.num_bytes:
-                    asked = api.ReadArchive(opened.archive, offset)
-                    read = await _ask(bus, tenant, "checkpoint.read", asked, api.ArchivePart)
+                    read_request = api.ReadArchive(opened.archive, offset)
+                    read = await _request(
+                        bus, tenant, "checkpoint.read", read_request, api.ArchivePart
+                    )
                     target.write(read.content)
                     offset += len(read.content)
             part.rename(file)
@@ -223,27 +225,27 @@ async def _download(
 # --- output --------------------------------------------------------------------------------------
 
 
-def table(found: dict[str, api.CheckpointList]) -> Table:
+def table(lists: dict[str, api.CheckpointList]) -> Table:
     shown = Table("checkpoint", "saved", "seq", "bytes", "kept", box=None)
-    for tenant, listed in found.items():
+    for tenant, listed in lists.items():
         for saved in listed.checkpoints:
             shown.add_row(
-                _name(tenant, saved),
+                _full_name(tenant, saved),
                 _time(saved.saved_s),
                 str(saved.seq),
                 f"{saved.num_bytes:,}",
-                _kept(saved),
+                _retention(saved),
             )
     if not shown.rows:
         shown.add_row("none yet")
     return shown
 
 
-def described(tenant: str, saved: api.SavedCheckpoint) -> str:
+def describe(tenant: str, saved: api.SavedCheckpoint) -> str:
     """Describe a checkpoint: a line for each known property and for each file."""
     lines = [
-        f"{_name(tenant, saved)}: {saved.num_bytes:,} bytes, saved {_time(saved.saved_s)}",
-        f"  {_kept(saved)}",
+        f"{_full_name(tenant, saved)}: {saved.num_bytes:,} bytes, saved {_time(saved.saved_s)}",
+        f"  {_retention(saved)}",
     ]
     if saved.weights_sha256:
         lines.append(f"  after operation {saved.seq}, weights {saved.weights_sha256}")
@@ -252,11 +254,11 @@ def described(tenant: str, saved: api.SavedCheckpoint) -> str:
     return "\n".join([*lines, *(f"  {name}: {size:,}" for name, size in saved.files.items())])
 
 
-def _name(tenant: str, saved: api.SavedCheckpoint) -> str:
+def _full_name(tenant: str, saved: api.SavedCheckpoint) -> str:
     return f"{tenant}.{saved.job}.{saved.deployment}.{saved.name}"
 
 
-def _kept(saved: api.SavedCheckpoint) -> str:
+def _retention(saved: api.SavedCheckpoint) -> str:
     if saved.expires_in_s is not None:
         return f"for {saved.expires_in_s:,.0f} s"
     return f"among the newest {saved.keep}" if saved.keep else "until it is deleted"

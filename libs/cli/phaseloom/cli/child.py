@@ -48,7 +48,7 @@ class Ended:
         return f"{how} after {self.after_s:.1f} s"
 
 
-def last_words(log_file: Path) -> str:
+def logged_reason(log_file: Path) -> str:
     """Return ": " and the reason that a service logged as its last line, or "" if it was killed."""
     with suppress(OSError, msgspec.DecodeError, IndexError), log_file.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
@@ -80,7 +80,7 @@ class Child:
 
     async def run(self) -> None:
         """Run the process, and restart it whenever it ends, until `stop` or `kill`."""
-        failures, before = 0, ""
+        failures, previous_line = 0, ""
         try:
             while not self._stopping.is_set():
                 ended = await self._run_once()
@@ -88,11 +88,15 @@ class Child:
                     return
                 failures = 1 if ended.after_s >= STABLE_AFTER_S else failures + 1
                 wait_s = pause_s(failures)
-                said = await asyncio.to_thread(last_words, self.log_file)
-                told = ": same reason as before" if said and said == before else said
-                before = said
-                why = f"{ended}{told}; restarts in {wait_s:.1f} s; see {self.log_file}"
-                await self.report(self.spec.name, why)
+                last_line = await asyncio.to_thread(logged_reason, self.log_file)
+                cause = (
+                    ": same reason as before"
+                    if last_line and last_line == previous_line
+                    else last_line
+                )
+                previous_line = last_line
+                reason = f"{ended}{cause}; restarts in {wait_s:.1f} s; see {self.log_file}"
+                await self.report(self.spec.name, reason)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):
                         await self._stopping.wait()

@@ -132,16 +132,16 @@ def check_mesh(settings: MeshConfig) -> Finding:
     try:
         settings.check()
     except PhaseloomError as error:
-        found = f"{error.info.field}: {error.info.message}"
-        return Finding("mesh", Verdict.FAILED, found, error.info.remedy)
+        problem = f"{error.info.field}: {error.info.message}"
+        return Finding("mesh", Verdict.FAILED, problem, error.info.remedy)
     return Finding("mesh", Verdict.OK, f"{len(settings.nodes)} nodes")
 
 
 def check_durability(*, fsync: bool) -> Finding:
     if not fsync:
-        found = "a power cut can lose acknowledged operations"
+        result = "a power cut can lose acknowledged operations"
         remedy = "set fsync = true in [mesh]; see docs/durability.md"
-        return Finding("durability", Verdict.WARNING, found, remedy)
+        return Finding("durability", Verdict.WARNING, result, remedy)
     return Finding("durability", Verdict.OK, "acknowledged operations are on disk")
 
 
@@ -160,15 +160,15 @@ def local_findings(runs: Path) -> Iterator[Finding]:
     yield check_memlock(locked, has_gpu=bool(gpus))
     yield from _disk(runs)
     yield _clock()
-    yield check_gpu(len(gpus), _has("torch"), _torch_sees_gpu() if gpus else False)
-    yield check_kvikio(_has("kvikio"), has_gpu=bool(gpus))
+    yield check_gpu(len(gpus), _is_installed("torch"), _torch_sees_gpu() if gpus else False)
+    yield check_kvikio(_is_installed("kvikio"), has_gpu=bool(gpus))
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
-    found = ".".join(str(part) for part in version)
+    result = ".".join(str(part) for part in version)
     if version < _MIN_PYTHON:
-        return Finding("python", Verdict.FAILED, found, "use Python 3.11 or newer")
-    return Finding("python", Verdict.OK, f"{found} on {platform.machine()}")
+        return Finding("python", Verdict.FAILED, result, "use Python 3.11 or newer")
+    return Finding("python", Verdict.OK, f"{result} on {platform.machine()}")
 
 
 def _server_binary() -> Finding:
@@ -188,8 +188,8 @@ def check_files(limit: int) -> Finding:
     if limit != resource.RLIM_INFINITY and limit < _MIN_FILES:
         remedy = f"raise the limit: ulimit -n {_MIN_FILES}"
         return Finding("file descriptors", Verdict.WARNING, f"{limit} per process", remedy)
-    found = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} per process"
-    return Finding("file descriptors", Verdict.OK, found)
+    result = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} per process"
+    return Finding("file descriptors", Verdict.OK, result)
 
 
 def _shared_memory(directory: Path) -> Finding:
@@ -202,11 +202,11 @@ def _shared_memory(directory: Path) -> Finding:
 
 
 def check_shared_memory(free_bytes: int) -> Finding:
-    found = f"{_size(free_bytes)} free"
+    result = f"{_size(free_bytes)} free"
     if free_bytes < _MIN_SHM_BYTES:
         remedy = "enlarge it (in containers with --shm-size): vLLM's ranks share memory through it"
-        return Finding("/dev/shm", Verdict.WARNING, found, remedy)
-    return Finding("/dev/shm", Verdict.OK, found)
+        return Finding("/dev/shm", Verdict.WARNING, result, remedy)
+    return Finding("/dev/shm", Verdict.OK, result)
 
 
 def _available_memory() -> int:
@@ -218,11 +218,11 @@ def _available_memory() -> int:
 
 
 def check_memory(free_bytes: int) -> Finding:
-    found = f"{_size(free_bytes)} free"
+    result = f"{_size(free_bytes)} free"
     if free_bytes < _MIN_MEMORY_BYTES:
         remedy = "free some: the demo needs 4 GiB; a node needs host_memory_bytes plus its workers"
-        return Finding("memory", Verdict.WARNING, found, remedy)
-    return Finding("memory", Verdict.OK, found)
+        return Finding("memory", Verdict.WARNING, result, remedy)
+    return Finding("memory", Verdict.OK, result)
 
 
 def check_memlock(limit: int, *, has_gpu: bool) -> Finding:
@@ -232,11 +232,11 @@ def check_memlock(limit: int, *, has_gpu: bool) -> Finding:
     """
     if limit == resource.RLIM_INFINITY:
         return Finding("memlock", Verdict.OK, "unlimited")
-    found = _size(limit)
+    result = _size(limit)
     if has_gpu:
         remedy = "ulimit -l unlimited: only pinned host memory copies at full speed"
-        return Finding("memlock", Verdict.WARNING, found, remedy)
-    return Finding("memlock", Verdict.OK, f"{found}; matters only with a GPU")
+        return Finding("memlock", Verdict.WARNING, result, remedy)
+    return Finding("memlock", Verdict.OK, f"{result}; matters only with a GPU")
 
 
 def _disk(runs: Path) -> Iterator[Finding]:
@@ -246,12 +246,12 @@ def _disk(runs: Path) -> Iterator[Finding]:
     yield _nvme(existing)
 
 
-def check_disk(free_bytes: int, where: Path) -> Finding:
-    found = f"{_size(free_bytes)} free at {where}"
+def check_disk(free_bytes: int, directory: Path) -> Finding:
+    result = f"{_size(free_bytes)} free at {directory}"
     if free_bytes < _MIN_DISK_BYTES:
         remedy = "free some space: on a full disk operations are refused and seals fail"
-        return Finding("disk", Verdict.WARNING, found, remedy)
-    return Finding("disk", Verdict.OK, found)
+        return Finding("disk", Verdict.WARNING, result, remedy)
+    return Finding("disk", Verdict.OK, result)
 
 
 def _fsync_s(directory: Path) -> float:
@@ -267,14 +267,14 @@ def _fsync_s(directory: Path) -> float:
 
 
 def check_fsync(fsync_s: float) -> Finding:
-    found = f"{fsync_s * 1e3:.2f} ms per small write; each operation waits for four"
+    result = f"{fsync_s * 1e3:.2f} ms per small write; each operation waits for four"
     if fsync_s > _MAX_FSYNC_S:
         remedy = (
             "move the runs directory to a faster disk, or set `fsync = false` in [mesh]; then a "
             "power cut loses acknowledged operations (docs/durability.md)"
         )
-        return Finding("fsync", Verdict.WARNING, found, remedy)
-    return Finding("fsync", Verdict.OK, found)
+        return Finding("fsync", Verdict.WARNING, result, remedy)
+    return Finding("fsync", Verdict.OK, result)
 
 
 def _nvme(directory: Path) -> Finding:
@@ -296,8 +296,8 @@ def check_nvme(path: DiskPath) -> Finding:
         remedy = "optional: without direct I/O, state passes through the page cache, which is "
         remedy += "slower and uses more memory"
         return Finding("NVMe path", Verdict.WARNING, f"buffered: {path.why}", remedy)
-    found = f"{path.method}, blocks of {path.alignment_bytes} bytes"
-    return Finding("NVMe path", Verdict.OK, f"{found}; {path.why}")
+    result = f"{path.method}, blocks of {path.alignment_bytes} bytes"
+    return Finding("NVMe path", Verdict.OK, f"{result}; {path.why}")
 
 
 def _clock() -> Finding:
@@ -322,13 +322,13 @@ def check_clock(state: int) -> Finding:
 def check_gpu(num_devices: int, has_torch: bool, torch_sees_it: bool) -> Finding:
     if not num_devices:
         return Finding("GPU", Verdict.OK, "none: devices are emulated")
-    found = f"{num_devices}"
+    result = f"{num_devices}"
     if not has_torch:
-        return Finding("GPU", Verdict.WARNING, found, "pip install 'phaseloom[worker]'")
+        return Finding("GPU", Verdict.WARNING, result, "pip install 'phaseloom[worker]'")
     if not torch_sees_it:
         remedy = "install a torch build for this driver: the present one finds no device"
-        return Finding("GPU", Verdict.WARNING, found, remedy)
-    return Finding("GPU", Verdict.OK, f"{found}, visible to torch")
+        return Finding("GPU", Verdict.WARNING, result, remedy)
+    return Finding("GPU", Verdict.OK, f"{result}, visible to torch")
 
 
 def _torch_sees_gpu() -> bool:
@@ -369,9 +369,9 @@ def interpreter_findings(interpreters: Mapping[str, Collection[str]]) -> Iterato
             code = _probe(sys.executable, [], timeout_s=_PROBE_TIMEOUT_S).code
             probed = _probe(python, sorted(backends), timeout_s=_IMPORT_TIMEOUT_S)
         except (OSError, subprocess.SubprocessError, msgspec.DecodeError, IndexError) as error:
-            said = str(getattr(error, "stderr", "") or error).strip()[-200:]
+            problem = str(getattr(error, "stderr", "") or error).strip()[-200:]
             remedy = f"install this version of Phaseloom there, or correct the path {python}"
-            yield Finding(f"interpreter {_listed(backends)}", Verdict.FAILED, said, remedy)
+            yield Finding(f"interpreter {_joined(backends)}", Verdict.FAILED, problem, remedy)
         else:
             yield check_interpreter(python, sorted(backends), probed, is_same=probed.code == code)
 
@@ -389,20 +389,20 @@ def check_interpreter(
 
     Args: is_same: whether its Phaseloom has the same code as this one.
     """
-    check = f"interpreter {_listed(backends)}"
+    check = f"interpreter {_joined(backends)}"
     versions = ", ".join(f"{name} {version}" for name, version in sorted(probed.versions.items()))
     if probed.missing:
-        found = "; ".join(f"{name}: {why}" for name, why in sorted(probed.missing.items()))
+        result = "; ".join(f"{name}: {reason}" for name, reason in sorted(probed.missing.items()))
         remedy = f"install the runtime for {python} (`make .venv-vllm/.installed` for vllm, "
         remedy += "`make .venv-megatron/.installed` for megatron)"
-        return Finding(check, Verdict.FAILED, found, remedy)
+        return Finding(check, Verdict.FAILED, result, remedy)
     if not is_same:
         remedy = f"install the same Phaseloom for {python}: its ranks exchange messages with ours"
         return Finding(check, Verdict.FAILED, f"a different Phaseloom; {versions}", remedy)
     return Finding(check, Verdict.OK, f"{versions} in {python}")
 
 
-def _listed(names: Collection[str]) -> str:
+def _joined(names: Collection[str]) -> str:
     return ", ".join(sorted(names))
 
 
@@ -415,7 +415,7 @@ def check_kvikio(is_installed: bool, *, has_gpu: bool) -> Finding:
     return Finding("kvikio", Verdict.OK, "not installed; matters only with a GPU")
 
 
-def _has(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
@@ -464,11 +464,11 @@ def check_server_version(version: str) -> Finding:
 
 
 def check_payload(max_payload: int) -> Finding:
-    found = f"{_size(max_payload)} per message"
+    result = f"{_size(max_payload)} per message"
     if max_payload < MAX_PAYLOAD_BYTES:
         remedy = f"set max_payload: {MAX_PAYLOAD_BYTES} in the server's configuration"
-        return Finding("max_payload", Verdict.FAILED, found, remedy)
-    return Finding("max_payload", Verdict.OK, found)
+        return Finding("max_payload", Verdict.FAILED, result, remedy)
+    return Finding("max_payload", Verdict.OK, result)
 
 
 class _Limits(msgspec.Struct):
@@ -517,28 +517,28 @@ class _Streams(msgspec.Struct):
 async def _jetstream_findings(client: Client, replicas: int) -> list[Finding]:
     remedy = "enable JetStream for the mesh's account"
     try:
-        account = await _ask(client, "$JS.API.INFO", _Account)
+        account = await _request(client, "$JS.API.INFO", _Account)
         before_s = time.time()
-        listed = (await _ask(client, "$JS.API.STREAM.LIST", _Streams)).streams or []
-        asked_s = (before_s + time.time()) / 2
+        listed = (await _request(client, "$JS.API.STREAM.LIST", _Streams)).streams or []
+        requested_s = (before_s + time.time()) / 2
     except (nats.errors.Error, msgspec.DecodeError) as error:
         return [Finding("JetStream", Verdict.FAILED, str(error) or repr(error), remedy)]
     if account.error:
         return [Finding("JetStream", Verdict.FAILED, str(account.error), remedy)]
     limit = account.limits.max_storage
-    found = f"{_size(account.storage)} used, limit {'none' if limit < 0 else _size(limit)}"
+    result = f"{_size(account.storage)} used, limit {'none' if limit < 0 else _size(limit)}"
     findings = [
-        Finding("JetStream", Verdict.OK, found),
+        Finding("JetStream", Verdict.OK, result),
         check_consumers(listed),
         check_replicas(listed, replicas),
     ]
     times = [stream.ts for stream in listed if stream.ts is not None]
     if times:
-        findings.append(check_offset(times[0].timestamp() - asked_s))
+        findings.append(check_offset(times[0].timestamp() - requested_s))
     return findings
 
 
-async def _ask(client: Client, subject: str, kind: type[T]) -> T:
+async def _request(client: Client, subject: str, kind: type[T]) -> T:
     return msgspec.json.decode((await client.request(subject, b"", timeout=5)).data, type=kind)
 
 
@@ -560,9 +560,9 @@ def check_replicas(listed: list[_Stream], replicas: int) -> Finding:
     """
     fewer = {s.config.name for s in listed if s.config.num_replicas < replicas}
     if fewer:
-        found = f"fewer than {replicas} servers keep {_listed(fewer)}"
+        result = f"fewer than {replicas} servers keep {_joined(fewer)}"
         remedy = "restart a service with this PHASELOOM_BUS_REPLICAS: it adds the missing replicas"
-        return Finding("replicas", Verdict.WARNING, found, remedy)
+        return Finding("replicas", Verdict.WARNING, result, remedy)
     behind = {
         peer.name
         for stream in listed
@@ -570,9 +570,9 @@ def check_replicas(listed: list[_Stream], replicas: int) -> Finding:
         if stream.config.num_replicas > 1 and (peer.offline or not peer.current)
     }
     if behind:
-        found = f"{_listed(behind)} is behind: losing another server now would stop the mesh"
+        result = f"{_joined(behind)} is behind: losing another server now would stop the mesh"
         remedy = "wait until it has caught up, or see its log"
-        return Finding("replicas", Verdict.WARNING, found, remedy)
+        return Finding("replicas", Verdict.WARNING, result, remedy)
     return Finding("replicas", Verdict.OK, f"{replicas} per stream")
 
 
@@ -581,8 +581,8 @@ def check_offset(offset_s: float) -> Finding:
 
     Args: offset_s: seconds by which the server's clock is ahead of this machine's.
     """
-    found = f"{offset_s * 1e3:+.0f} ms relative to this machine"
+    result = f"{offset_s * 1e3:+.0f} ms relative to this machine"
     if abs(offset_s) > _MAX_CLOCK_OFFSET_S:
         remedy = "synchronise both: the log has the server's times, spans have each host's"
-        return Finding("server clock", Verdict.WARNING, found, remedy)
-    return Finding("server clock", Verdict.OK, found)
+        return Finding("server clock", Verdict.WARNING, result, remedy)
+    return Finding("server clock", Verdict.OK, result)

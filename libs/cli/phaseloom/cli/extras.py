@@ -13,16 +13,16 @@ def missing(packages: Sequence[str]) -> list[str]:
     return [name for name in packages if find_spec(name) is None]
 
 
-def check_installed(what: str, packages: Sequence[str], extras: str) -> None:
+def check_installed(feature: str, packages: Sequence[str], extras: str) -> None:
     """Check that packages are installed.
 
     Args:   what: the feature that needs them, as the subject of a sentence.
             extras: the extras that install them, separated by commas.
     Raises: CallerError: FAILED_PRECONDITION: a package is missing.
     """
-    if lacking := missing(packages):
+    if absent := missing(packages):
         raise CallerError(
-            f"{what} needs packages that are not installed: {', '.join(lacking)}",
+            f"{feature} needs packages that are not installed: {', '.join(absent)}",
             code=Code.FAILED_PRECONDITION,
             remedy=f"pip install 'phaseloom[{extras}]'",
         )

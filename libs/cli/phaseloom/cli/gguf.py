@@ -75,10 +75,10 @@ def _convert(file: Path, directory: Path) -> None:
 
     models: Any = AutoModelForCausalLM
     tokenizers: Any = AutoTokenizer
-    where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     try:
-        tokenizer = tokenizers.from_pretrained(**where)
-        dequantised = models.from_pretrained(**where, dtype=torch.bfloat16)
+        tokenizer = tokenizers.from_pretrained(**source)
+        dequantised = models.from_pretrained(**source, dtype=torch.bfloat16)
     except (OSError, ValueError) as error:
         raise CallerError(
             f"{file} cannot be read: {error}",

@@ -64,15 +64,15 @@ def explain(what: str, *, run: Path | None = None, console: Console | None = Non
     """
     settings = bus_config(run)
     if what.count(".") < len(JobKey.__struct_fields__):
-        key = _job_key(what)
+        key = _parse_job(what)
         status = _call(settings, key.tenant, "job.status", api.JobRequest(key.job), api.JobStatus)
-        text = job_explained(key, uvloop.run(status))
+        description = describe_job(key, uvloop.run(status))
     else:
-        of = parse_operation_key(what)
-        request = api.OperationRequest(of.job, of.deployment, of.slot)
-        answer = _call(settings, of.tenant, "operation.explain", request, api.Explanation)
-        text = explained(uvloop.run(answer))
-    (console or Console()).print(text, soft_wrap=True, markup=False)
+        operation = parse_operation_key(what)
+        request = api.OperationRequest(operation.job, operation.deployment, operation.slot)
+        answer = _call(settings, operation.tenant, "operation.explain", request, api.Explanation)
+        description = describe_operation(uvloop.run(answer))
+    (console or Console()).print(description, soft_wrap=True, markup=False)
 
 
 def cancel(job: str, *, run: Path | None = None, console: Console | None = None) -> None:
@@ -85,7 +85,7 @@ def cancel(job: str, *, run: Path | None = None, console: Console | None = None)
     run
         Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     """
-    _end(_job_key(job), "job.finish", run, console)
+    _end_job(_parse_job(job), "job.finish", run, console)
 
 
 def drain(
@@ -121,11 +121,11 @@ def drain(
     if "." not in what:
         request = api.DrainNode(check_name(what, "node"), undo, gone)
         return uvloop.run(drain_node(bus_config(run), request, timeout_s, target))
-    _end(_job_key(what), "job.drain", run, target)
+    _end_job(_parse_job(what), "job.drain", run, target)
     return 0
 
 
-def _job_key(text: str) -> JobKey:
+def _parse_job(text: str) -> JobKey:
     tokens = text.split(".")
     if len(tokens) != len(JobKey.__struct_fields__):
         raise CallerError(
@@ -137,13 +137,13 @@ def _job_key(text: str) -> JobKey:
     return JobKey(check_name(tenant, "tenant"), check_name(job, "job"))
 
 
-def _end(key: JobKey, call: str, run: Path | None, console: Console | None) -> None:
+def _end_job(key: JobKey, call: str, run: Path | None, console: Console | None) -> None:
     """End a job with the call `job.finish`, which makes it FAILED, or `job.drain`."""
     request = api.JobRequest(key.job, failed=call == "job.finish")
     status = uvloop.run(_call(bus_config(run), key.tenant, call, request, api.JobStatus))
     num_open = sum(len(deployment.open_operations) for deployment in status.deployments)
-    left = f", {num_open} open operations" if num_open else ""
-    (console or Console()).print(f"{key}: {status.state}{left}", soft_wrap=True, markup=False)
+    open_text = f", {num_open} open operations" if num_open else ""
+    (console or Console()).print(f"{key}: {status.state}{open_text}", soft_wrap=True, markup=False)
 
 
 async def _call(settings: BusConfig, tenant: str, call: str, request: object, kind: type[T]) -> T:
@@ -157,7 +157,7 @@ async def _jobs(settings: BusConfig, profile: bool, console: Console) -> None:
         views = {name: await _as_of_now(bus, name, view) for name, view in views.items()}
         traces = await _all(bus, Bucket.PROFILES, PhaseTrace) if profile else {}
     print_whole(console, job_table(views))
-    if lines := place_lines(views):
+    if lines := placement_lines(views):
         console.print("", *lines, sep="\n", soft_wrap=True)
     for name in sorted(traces):
         console.print()
@@ -166,13 +166,13 @@ async def _jobs(settings: BusConfig, profile: bool, console: Console) -> None:
 
 
 async def _all(bus: Bus, bucket: Bucket, kind: type[T]) -> dict[str, T]:
-    found = {}
+    values = {}
     for key in sorted(await bus.keys.names(bucket)):
         stored = await bus.keys.get(bucket, key)
         if stored is not None:  # it may have been deleted since
             content_type = JSON if bucket is Bucket.PROFILES else MSGPACK
-            found[key] = _decoded(stored.payload, kind, content_type)
-    return found
+            values[key] = _decode(stored.payload, kind, content_type)
+    return values
 
 
 async def _as_of_now(bus: Bus, name: str, view: api.JobStatus) -> api.JobStatus:
@@ -182,7 +182,7 @@ async def _as_of_now(bus: Bus, name: str, view: api.JobStatus) -> api.JobStatus:
     """
     if view.has_ended:
         return view
-    key = _job_key(name)
+    key = _parse_job(name)
     request = api.JobRequest(key.job)
     try:
         return await call_api(bus.client, key.tenant, "job.status", request, api.JobStatus)
@@ -206,8 +206,8 @@ async def drain_node(
     async with open_bus(settings, "drain") as bus:
         status = await call_node_api(bus.client, "drain", request, api.NodeStatus)
         if request.undo:
-            said = "counts as gone until it returns" if status.is_gone else "may be used again"
-            console.print(f"{status.node}: {said}", markup=False)
+            message = "counts as gone until it returns" if status.is_gone else "may be used again"
+            console.print(f"{status.node}: {message}", markup=False)
             return 0
         return await _wait_until_empty(bus, status, timeout_s, console)
 
@@ -216,26 +216,26 @@ async def _wait_until_empty(
     bus: Bus, status: api.NodeStatus, timeout_s: float, console: Console
 ) -> int:
     until_s = time.monotonic() + timeout_s
-    told: list[str] = []
+    reported: list[str] = []
 
-    def tell(*lines: str) -> None:
+    def report(*lines: str) -> None:
         for line in lines:
             console.print(f"{status.node}: {line}", soft_wrap=True, markup=False)
 
     while status.deployments or status.waits_for:
-        if status.waits_for != told:
-            told = status.waits_for
-            tell(*told)
+        if status.waits_for != reported:
+            reported = status.waits_for
+            report(*reported)
         if not (status.is_draining or status.is_gone):
-            tell("draining was cancelled")
+            report("draining was cancelled")
             return 1
         if time.monotonic() > until_s:
-            tell(f"not empty after {timeout_s:g} s; draining continues in the background")
+            report(f"not empty after {timeout_s:g} s; draining continues in the background")
             return 1
         await asyncio.sleep(_DRAIN_POLL_S)
         request = api.DrainNode(status.node)
         status = await call_node_api(bus.client, "status", request, api.NodeStatus)
-    tell("empty; it may be shut down")
+    report("empty; it may be shut down")
     return 0
 
 
@@ -261,7 +261,7 @@ def _device_seconds(status: api.JobStatus) -> str:
     return ", ".join(f"{pool} {seconds:.1f}" for pool, seconds in used) or _UNKNOWN
 
 
-def place_lines(views: dict[str, api.JobStatus]) -> list[Text]:
+def placement_lines(views: dict[str, api.JobStatus]) -> list[Text]:
     """Return a line for each job: its placement with the reason, or its error."""
     lines = []
     for name, status in views.items():
@@ -311,15 +311,15 @@ def _sub_stage_lines(trace: PhaseTrace) -> list[Text]:
         for replica, stages in groupby(estimate.sub_stages, key=lambda stage: stage.replica):
             name = f"{estimate.deployment}.{estimate.kind}"
             name += f", replica {replica}" if num_replicas > 1 else ""
-            told = ", then ".join(map(_sub_stage, stages))
-            lines.append(Text.assemble("sub-stages of ", (name, "bold"), f": {told}"))
+            steps = ", then ".join(map(_sub_stage, stages))
+            lines.append(Text.assemble("sub-stages of ", (name, "bold"), f": {steps}"))
     return lines
 
 
 def _sub_stage(stage: StepRun) -> str:
-    each = stage.tokens / stage.steps
+    tokens_per_step = stage.tokens / stage.steps
     steps = "1 step" if stage.steps == 1 else f"{stage.steps} steps"
-    return f"{_seconds(stage.duration_s)} in {steps} of {each:.0f} tokens"
+    return f"{_seconds(stage.duration_s)} in {steps} of {tokens_per_step:.0f} tokens"
 
 
 def _estimate_cells(estimate: KindEstimate) -> list[str]:
@@ -335,7 +335,7 @@ def _estimate_cells(estimate: KindEstimate) -> list[str]:
     ]
 
 
-def job_explained(key: JobKey, status: api.JobStatus) -> str:
+def describe_job(key: JobKey, status: api.JobStatus) -> str:
     """Describe a job: its state, its placement and co-located jobs, and its errors."""
     lines = [f"{key}: {status.state}"]
     if status.placement:
@@ -349,10 +349,10 @@ def job_explained(key: JobKey, status: api.JobStatus) -> str:
     return "\n".join(lines)
 
 
-def explained(explanation: api.Explanation) -> str:
+def describe_operation(explanation: api.Explanation) -> str:
     """Describe an operation, with a line for each thing that it waits for."""
-    what = ", ".join(filter(None, (explanation.kind, explanation.state)))
-    lines = [f"{explanation.key}: {what}"]
+    summary = ", ".join(filter(None, (explanation.kind, explanation.state)))
+    lines = [f"{explanation.key}: {summary}"]
     lines += [f"  waits for {reason}" for reason in explanation.waits_for]
     if explanation.place:
         lines.append(f"  number {explanation.place} in the queue of its device")
@@ -367,7 +367,7 @@ def _seconds(value: float) -> str:
     return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.2f} s"
 
 
-def _decoded(payload: bytes, kind: type[T], content_type: str) -> T:
+def _decode(payload: bytes, kind: type[T], content_type: str) -> T:
     try:
         value: T = decode(payload, kind, content_type)
     except CallerError as error:

@@ -58,11 +58,11 @@ def merge(base: Path, adapter: Path, directory: Path, *, console: Console | None
     check_installed("merging", _PACKAGES, "worker")
     check_directory(base, "base")
     with new_directory(directory) as partial:
-        _merge(base, adapter, _config(adapter), partial)
+        _merge(base, adapter, _read_config(adapter), partial)
     (console or Console()).print(f"made {directory}", soft_wrap=True, markup=False)
 
 
-def _config(adapter: Path) -> _Config:
+def _read_config(adapter: Path) -> _Config:
     path = adapter / "adapter_config.json"
     try:
         config = msgspec.json.decode(path.read_bytes(), type=_Config)
@@ -73,12 +73,12 @@ def _config(adapter: Path) -> _Config:
             remedy="name a directory with adapter_config.json and adapter_model.safetensors",
         ) from error
     plain = _Config(config.r, config.lora_alpha)
-    known = msgspec.structs.replace(config, modules_to_save=config.modules_to_save or None)
+    normalised = msgspec.structs.replace(config, modules_to_save=config.modules_to_save or None)
     fields = _Config.__struct_fields__
-    odd = [name for name in fields if getattr(known, name) != getattr(plain, name)]
-    if odd or config.r < 1:
+    bad = [name for name in fields if getattr(normalised, name) != getattr(plain, name)]
+    if bad or config.r < 1:
         raise CallerError(
-            f"{path} has {', '.join(odd) or 'r'} = {getattr(config, (odd or ['r'])[0])!r}, which "
+            f"{path} has {', '.join(bad) or 'r'} = {getattr(config, (bad or ['r'])[0])!r}, which "
             "this command does not support",
             code=Code.FAILED_PRECONDITION,
             field="adapter",
@@ -92,7 +92,7 @@ def _merge(base: Path, adapter: Path, config: _Config, directory: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     try:
-        left = _by_weight(load_file(adapter / "adapter_model.safetensors"))
+        remaining = _pairs_by_weight(load_file(adapter / "adapter_model.safetensors"))
     except (OSError, SafetensorError) as error:
         raise CallerError(
             f"the adapter's weights cannot be read: {error}",
@@ -101,14 +101,14 @@ def _merge(base: Path, adapter: Path, config: _Config, directory: Path) -> None:
         ) from error
     try:
         shutil.copytree(base, directory)
-        if _HEAD in left:
+        if _HEAD in remaining:
             _untie(directory)
         for file in sorted(directory.glob("*.safetensors")):
             tensors = load_file(file)
-            mine = [name for name in tensors if name in left]
-            for name in mine:
-                tensors[name] = _added(name, tensors[name], *left.pop(name), config)
-            if mine:
+            adapted = [name for name in tensors if name in remaining]
+            for name in adapted:
+                tensors[name] = _merged_weight(name, tensors[name], *remaining.pop(name), config)
+            if adapted:
                 save_file(tensors, file, _FORMAT)
     except (OSError, SafetensorError) as error:
         raise CallerError(
@@ -117,9 +117,9 @@ def _merge(base: Path, adapter: Path, config: _Config, directory: Path) -> None:
             field="directory",
             remedy="name a directory that you may create, on a disk with room for another model",
         ) from error
-    if left:
+    if remaining:
         raise CallerError(
-            f"the adapter changes {min(left)!r}, which the base does not have",
+            f"the adapter changes {min(remaining)!r}, which the base does not have",
             code=Code.FAILED_PRECONDITION,
             field="base",
             remedy="name the directory of the model that the adapter was trained on",
@@ -142,43 +142,43 @@ def _untie(directory: Path) -> None:
     config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     if not files or not config.get("tie_word_embeddings", len(files) == 1):
         return
-    source, other = (_EMBEDDING, _HEAD) if _EMBEDDING in files else (_HEAD, _EMBEDDING)
-    file = files.get(other, files[source])
+    source, missing = (_EMBEDDING, _HEAD) if _EMBEDDING in files else (_HEAD, _EMBEDDING)
+    file = files.get(missing, files[source])
     tensors, weight = load_file(file), load_file(files[source])[source]
-    tensors[other] = weight.clone()  # two tensors of one memory cannot be saved
+    tensors[missing] = weight.clone()  # two tensors of one memory cannot be saved
     save_file(tensors, file, _FORMAT)
     _write_json(path, {**config, "tie_word_embeddings": False})
     index = directory / index_name("model")
-    if index.exists() and other not in files:
-        told = msgspec.json.decode(index.read_bytes(), type=Index)
-        told.weight_map[other] = file.name
-        for name, more in (("total_size", weight.nbytes), ("total_parameters", weight.numel())):
-            if name in told.metadata:
-                told.metadata[name] += more
-        _write_json(index, told)
+    if index.exists() and missing not in files:
+        index_content = msgspec.json.decode(index.read_bytes(), type=Index)
+        index_content.weight_map[missing] = file.name
+        for name, increase in (("total_size", weight.nbytes), ("total_parameters", weight.numel())):
+            if name in index_content.metadata:
+                index_content.metadata[name] += increase
+        _write_json(index, index_content)
 
 
 def _write_json(path: Path, content: Index | dict[str, Any]) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2))
 
 
-def _by_weight(matrices: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _pairs_by_weight(matrices: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the pair (A, B) to add to each weight of the base, by the weight's name.
 
     Raises: CallerError: a tensor does not belong to such a pair.
     """
     pairs: dict[str, tuple[Any, Any]] = {}
-    rest = set(matrices)
+    unpaired = set(matrices)
     for name in sorted(matrices):
         layer, _, _ = name.rpartition(".lora_A.weight")
-        other = f"{layer}.lora_B.weight"
-        if layer and other in matrices:
-            pairs[f"{layer.removeprefix(_PREFIX)}.weight"] = matrices[name], matrices[other]
-            rest -= {name, other}
-    if rest or not pairs:
+        b_name = f"{layer}.lora_B.weight"
+        if layer and b_name in matrices:
+            pairs[f"{layer.removeprefix(_PREFIX)}.weight"] = matrices[name], matrices[b_name]
+            unpaired -= {name, b_name}
+    if unpaired or not pairs:
         raise CallerError(
             "expected pairs of low-rank matrices (lora_A, lora_B) in adapter_model.safetensors, "
-            f"got {min(rest, default='nothing')!r}",
+            f"got {min(unpaired, default='nothing')!r}",
             code=Code.FAILED_PRECONDITION,
             field="adapter",
             remedy="merge it with peft",
@@ -186,7 +186,7 @@ def _by_weight(matrices: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     return pairs
 
 
-def _added(name: str, weight: Any, a: Any, b: Any, config: _Config) -> Any:
+def _merged_weight(name: str, weight: Any, a: Any, b: Any, config: _Config) -> Any:
     """Return W + (alpha / r)·B·A, rounded once to the dtype of the base."""
     if (a.shape[0], b.shape[1]) != (config.r, config.r):
         raise CallerError(

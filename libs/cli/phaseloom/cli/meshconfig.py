@@ -190,16 +190,16 @@ class MeshConfig(msgspec.Struct, frozen=True):
         """
         for node in self.nodes:
             node.check()
-        for where, names in (
+        for field, names in (
             ("mesh.nodes", [node.name for node in self.nodes]),
             ("mesh.tenants", self.tenants),
         ):
             for name in names:
-                check_name(name, where)
+                check_name(name, field)
             if not names or len(set(names)) != len(names):
                 raise CallerError(
                     f"expected one or more different names, got {names}",
-                    field=where,
+                    field=field,
                     remedy="give at least one name, and no name twice",
                 )
         for tenant in self.tenants:
@@ -261,19 +261,19 @@ class MeshConfig(msgspec.Struct, frozen=True):
         earlier = settings_of(run_dir)
         if earlier is None:
             return
-        kept = [_identity(node) for node in self.nodes]
-        nodes = [node.name for node in earlier.nodes if _identity(node) not in kept]
+        identities = [_identity(node) for node in self.nodes]
+        nodes = [node.name for node in earlier.nodes if _identity(node) not in identities]
         tenants = [tenant for tenant in earlier.tenants if tenant not in self.tenants]
         root, servers = earlier.checkpoint_root, earlier.nats_servers
-        for setting, is_kept, what in (
+        for setting, is_unchanged, requirement in (
             ("mesh.nodes", not nodes, f"nodes {', '.join(nodes)} as they were"),
             ("mesh.tenants", not tenants, f"tenants {', '.join(tenants)}"),
             ("mesh.checkpoint_root", root == self.checkpoint_root, f"checkpoints in {root!r}"),
             ("mesh.nats_servers", servers == self.nats_servers, f"{servers} NATS servers"),
         ):
-            if not is_kept:
+            if not is_unchanged:
                 raise CallerError(
-                    f"these settings lack {what}, which the run in {run_dir} depends on",
+                    f"these settings lack {requirement}, which the run in {run_dir} depends on",
                     code=Code.FAILED_PRECONDITION,
                     field=setting,
                     remedy=f"keep this setting as it is in {run_dir / SETTINGS}",

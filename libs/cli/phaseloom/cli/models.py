@@ -86,12 +86,12 @@ async def register(bus: Bus, model: RegisteredModel, *, replaces: bool = False) 
     if stored is not None and not stored.is_gone and not replaces:
         if decode(stored.payload, RegisteredModel) == model:
             return
-        raise _taken(model.name)
+        raise _already_exists(model.name)
     try:
         sequence = stored.sequence if stored else 0
         await bus.keys.swap(Bucket.MODELS, model.name, encode(model), sequence)
     except Conflict:
-        raise _taken(model.name) from None
+        raise _already_exists(model.name) from None
 
 
 def line(model: RegisteredModel) -> str:
@@ -105,9 +105,9 @@ def line(model: RegisteredModel) -> str:
 
 
 def table(models: list[RegisteredModel]) -> Table:
-    found = Table("model", "type", "parameters", "dtype", "bytes", "directory", box=None)
+    rows = Table("model", "type", "parameters", "dtype", "bytes", "directory", box=None)
     for model in models:
-        found.add_row(
+        rows.add_row(
             model.name,
             str(model.config.get("model_type", "–")),
             f"{model.num_parameters:,}",
@@ -116,8 +116,8 @@ def table(models: list[RegisteredModel]) -> Table:
             model.directory.path,
         )
     if not models:
-        found.add_row("none yet")
-    return found
+        rows.add_row("none yet")
+    return rows
 
 
 async def _add(settings: BusConfig, model: RegisteredModel) -> None:
@@ -128,8 +128,8 @@ async def _add(settings: BusConfig, model: RegisteredModel) -> None:
 async def _all(settings: BusConfig) -> list[RegisteredModel]:
     async with open_bus(settings, "models") as bus:
         names = sorted(await bus.keys.names(Bucket.MODELS))
-        found = await asyncio.gather(*(bus.keys.get(Bucket.MODELS, name) for name in names))
-    return [decode(stored.payload, RegisteredModel) for stored in found if stored is not None]
+        entries = await asyncio.gather(*(bus.keys.get(Bucket.MODELS, name) for name in names))
+    return [decode(stored.payload, RegisteredModel) for stored in entries if stored is not None]
 
 
 async def _remove(settings: BusConfig, name: str) -> None:
@@ -145,7 +145,7 @@ async def _remove(settings: BusConfig, name: str) -> None:
         await bus.keys.delete(Bucket.MODELS, name, stored.sequence)
 
 
-def _taken(name: str) -> CallerError:
+def _already_exists(name: str) -> CallerError:
     return CallerError(
         f"{name!r} is already registered for another directory or other files",
         code=Code.ALREADY_EXISTS,

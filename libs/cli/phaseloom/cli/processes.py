@@ -176,8 +176,8 @@ def with_metrics(specs: Sequence[ChildSpec]) -> tuple[list[ChildSpec], dict[str,
     name."""
     with ExitStack() as stack:
         # All listeners stay open until the last port is chosen, so that the ports differ.
-        held = {s.name: stack.enter_context(create_server(("127.0.0.1", 0))) for s in specs}
-        ports = {name: int(listener.getsockname()[1]) for name, listener in held.items()}
+        listeners = {s.name: stack.enter_context(create_server(("127.0.0.1", 0))) for s in specs}
+        ports = {name: int(listener.getsockname()[1]) for name, listener in listeners.items()}
     settings = {name: _section("METRICS", {"PORT": port}) for name, port in ports.items()}
     return [replace(s, environment={**s.environment, **settings[s.name]}) for s in specs], ports
 

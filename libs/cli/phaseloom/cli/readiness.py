@@ -49,32 +49,32 @@ class Readiness:
         """Wait until every node is in the decision log, and the scheduler, a router, the gateway
         and the console answer."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._nodes_up())
+            group.create_task(self._wait_for_nodes())
             for service, call, request in (
                 ("scheduler", "job.status", JobRequest("none")),
                 ("router", "result.get", ResultRequest("none", "none", "1")),
             ):
-                group.create_task(self._answers(call, encode(request), service))
+                group.create_task(self._wait_for_answer(call, encode(request), service))
             if self.config.gateway_port:
-                group.create_task(self._gateway_serves())
+                group.create_task(self._wait_for_gateway())
             if self.config.console_port:
-                group.create_task(self._console_serves())
+                group.create_task(self._wait_for_console())
 
     def _nodes(self) -> set[str]:
         return {f"node {node.name}" for node in self.config.nodes}
 
-    async def _nodes_up(self) -> None:
-        wanted = self._nodes()
+    async def _wait_for_nodes(self) -> None:
+        expected = self._nodes()
         async with aclosing(self.bus.log.read(self.begins_at)) as entries:
             async for entry in entries:
                 if isinstance(entry.event, NodeUp):
                     self.missing.discard(f"node {entry.event.node}")
                 elif isinstance(entry.event, NodeLost):
-                    self.missing.update(wanted & {f"node {entry.event.node}"})
-                if not self.missing & wanted:
+                    self.missing.update(expected & {f"node {entry.event.node}"})
+                if not self.missing & expected:
                     return
 
-    async def _answers(self, call: str, request: bytes, service: str) -> None:
+    async def _wait_for_answer(self, call: str, request: bytes, service: str) -> None:
         """Wait for any answer of a service. An error counts: the request names something that does
         not exist."""
         subject = streams.api_subject(self.config.tenants[0], call)
@@ -90,21 +90,23 @@ class Readiness:
                 self.missing.discard(service)
                 return
 
-    async def _gateway_serves(self) -> None:
+    async def _wait_for_gateway(self) -> None:
         """Wait until the gateway serves a tenant.
 
         An open port is not enough: another program may listen there, and a killed gateway of this
         run may still hold the tenant's lease.
         """
         key = api_key(self.credentials.tenants[self.config.tenants[0]])
-        await self._serves("gateway", self.config.gateway_port, _ANY_CALL, f"X-API-Key: {key}")
+        await self._wait_for_page(
+            "gateway", self.config.gateway_port, _ANY_CALL, f"X-API-Key: {key}"
+        )
 
-    async def _console_serves(self) -> None:
+    async def _wait_for_console(self) -> None:
         """Wait until the console accepts its key; another program may listen at the port."""
         bearer = f"Authorization: Bearer {console_key(self.credentials.password)}"
-        await self._serves("console", self.config.console_port, "/api/me", bearer)
+        await self._wait_for_page("console", self.config.console_port, "/api/me", bearer)
 
-    async def _serves(self, service: str, port: int, path: str, header: str) -> None:
+    async def _wait_for_page(self, service: str, port: int, path: str, header: str) -> None:
         """Wait until a service answers 200 to a request with this header."""
         while True:
             try:

@@ -60,8 +60,8 @@ class Recorder:
                 recorded = Recorded(entry.sequence, entry.time_s, entry.event)
                 await file.write(msgspec.json.encode(recorded) + b"\n")
                 if self._watch:
-                    for one in _parts(recorded):
-                        self._watch(one)
+                    for part in _parts(recorded):
+                        self._watch(part)
                 async with self._advanced:
                     self._sequence = entry.sequence
                     self._advanced.notify_all()

@@ -22,7 +22,7 @@ from phaseloom.console.page import write_replay
 
 FILE = "replay.html"
 _EVENTS = "events.jsonl"
-_MOST_ROWS = 2_000_000
+_MAX_ROWS = 2_000_000
 """Rows that a browser can still draw. For a longer run, the file has the newest rows."""
 
 
@@ -46,7 +46,7 @@ def replay(
     if recorded.is_file():
         events: list[Recorded] = read_events(recorded)
     else:
-        events = uvloop.run(_of_live(bus_config(directory)))
+        events = uvloop.run(_read_live(bus_config(directory)))
     path = out or directory / FILE
     make_replay(directory.name, events, path)
     (console or Console()).print(f"{path}", soft_wrap=True, markup=False)
@@ -57,7 +57,7 @@ def make_replay(title: str, events: Iterable[Recorded], path: Path) -> None:
 
     Raises: CallerError: FAILED_PRECONDITION: the run has no events.
     """
-    view = View(_MOST_ROWS)
+    view = View(_MAX_ROWS)
     last_s = 0.0
     for entry in events:
         view.step(entry.time_unix_s, entry.event)
@@ -72,7 +72,7 @@ def make_replay(title: str, events: Iterable[Recorded], path: Path) -> None:
     write_replay(Replay(title, view.update(last_s)), path)
 
 
-async def _of_live(settings: BusConfig) -> list[Recorded]:
+async def _read_live(settings: BusConfig) -> list[Recorded]:
     """Return all events that are in a running mesh's decision log now."""
     events: list[Recorded] = []
     async with open_bus(settings, "replay") as bus:
@@ -81,7 +81,7 @@ async def _of_live(settings: BusConfig) -> list[Recorded]:
             async with aclosing(bus.log.read_entries()) as entries:
                 async for entry in entries:
                     events += (
-                        Recorded(one.sequence, one.time_s, one.event) for one in entry.split()
+                        Recorded(part.sequence, part.time_s, part.event) for part in entry.split()
                     )
                     if entry.sequence >= end:
                         break

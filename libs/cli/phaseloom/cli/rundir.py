@@ -68,13 +68,13 @@ def run_to_resume(run: str, runs: Path) -> Path:
     Args:   run: its name under `runs`, or a path; empty: the newest.
     Raises: CallerError: NOT_FOUND: there is no such run. FAILED_PRECONDITION: it has not ended.
     """
-    found = find_run(Path(run) if run else None, runs).resolve()
-    with held(found):
-        return found
+    directory = find_run(Path(run) if run else None, runs).resolve()
+    with locked(directory):
+        return directory
 
 
 @contextmanager
-def held(run_dir: Path) -> Iterator[None]:
+def locked(run_dir: Path) -> Iterator[None]:
     """Lock a run's directory against other meshes within the block.
 
     The kernel releases the lock when this process ends for any reason. If the file system has no
@@ -115,15 +115,15 @@ def find_run(run: Path | None, runs: Path = RUNS) -> Path:
                 remedy="name the directory that `phaseloom up` or `phaseloom demo` printed",
             )
         return run
-    found = [path for path in runs.glob("*") if (path / "mesh.json").is_file()]
-    if not found:
+    directories = [path for path in runs.glob("*") if (path / "mesh.json").is_file()]
+    if not directories:
         raise CallerError(
             f"there is no run under {runs.absolute()}",
             code=Code.NOT_FOUND,
             field="--run",
             remedy="start one with `phaseloom up`, or name its directory",
         )
-    return max(found, key=lambda path: (path / "mesh.json").stat().st_mtime).resolve()
+    return max(directories, key=lambda path: (path / "mesh.json").stat().st_mtime).resolve()
 
 
 def bus_config(run: Path | None) -> BusConfig:

@@ -33,10 +33,10 @@ from phaseloom.common.contract.specs import KindSlowdown, SlowdownTable
 from phaseloom.common.process.slowdowns import SUB_STAGES, MeasureRequest, MeasureResult
 
 WARM_UP_S = 0.1
-WIDE = 1.25
+DISTURBED_RATIO = 1.25
 """If the greatest slowdown exceeds the least by this factor over the rounds, another program
 disturbed the measurement."""
-MANY_UNITS = 4
+MAX_UNITS_ALL_SHARES = 4
 """With up to this many units, measure every share; with more, quarters and a single unit."""
 
 
@@ -92,22 +92,22 @@ def measure_slowdown(
     plan = steps(cores)
     measured = []
     with ExitStack() as stack:
-        both = [stack.enter_context(_worker(cores, config)) for _ in range(2)]
-        for worker in both:
-            worker.answer()
+        workers = [stack.enter_context(_measuring_worker(cores, config)) for _ in range(2)]
+        for worker in workers:
+            worker.receive()
         for number in range(1, rounds + 1):
-            this = Round()
+            current = Round()
             for step in track(plan, f"round {number} of {rounds}", console=console, transient=True):
-                _measure(both, step, cores, seconds, this)
-            measured.append(this)
+                _measure(workers, step, cores, seconds, current)
+            measured.append(current)
     table = table_of(measured, cores, _source(cores, rounds, config))
     out.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
     for shown in tables(table):
         console.print(shown)
     console.print(f"wrote {out}")
-    for kind, (least, most) in disturbed(table):
+    for kind, (low, high) in disturbed_kinds(table):
         console.print(
-            f"{kind} was {least:.2f} to {most:.2f} times slower on the same share: another program "
+            f"{kind} was {low:.2f} to {high:.2f} times slower on the same share: another program "
             "disturbed the measurement. Measure again once it has ended."
         )
 
@@ -153,7 +153,7 @@ def _check(cores: int, rounds: int, seconds: float, config: Path | None, out: Pa
 
 def counts_of(units: int) -> list[int]:
     """Return the numbers of units to measure, the whole device last."""
-    if units <= MANY_UNITS:
+    if units <= MAX_UNITS_ALL_SHARES:
         return [*range(1, units + 1)]
     return sorted({1, units // 4, units // 2, 3 * units // 4, units})
 
@@ -168,31 +168,31 @@ def splits_of(units: int) -> list[int]:
 def steps(units: int) -> list[Step]:
     """Return all measurements of a round."""
     alone = [Step(kind, count) for kind in SUB_STAGES for count in counts_of(units)]
-    beside = [
-        Step(kind, count, other)
-        for kind, other in combinations_with_replacement(SUB_STAGES, 2)
+    together = [
+        Step(kind, count, neighbour)
+        for kind, neighbour in combinations_with_replacement(SUB_STAGES, 2)
         for count in splits_of(units)
-        if kind != other or 2 * count <= units
+        if kind != neighbour or 2 * count <= units
     ]
-    return [*alone, *beside]
+    return [*alone, *together]
 
 
 def table_of(rounds: Sequence[Round], units: int, source: str) -> SlowdownTable:
     """Return the medians of the rounds' ratios."""
     kinds = {}
     for kind in SUB_STAGES:
-        found = {
+        ratios_by_share = {
             count / units: [r.alone[kind, count] / r.alone[kind, units] for r in rounds]
             for count in counts_of(units)
         }
         kinds[kind] = KindSlowdown(
-            {share: round(median(of), 3) for share, of in found.items()},
-            spread={share: _spread(of) for share, of in found.items() if share < 1},
+            {share: round(median(of), 3) for share, of in ratios_by_share.items()},
+            spread={share: _spread(of) for share, of in ratios_by_share.items() if share < 1},
         )
     ratios: dict[tuple[str, str], list[float]] = {}
-    for this in rounds:
-        for (kind, count, other), seconds in this.beside.items():
-            ratios.setdefault((kind, other), []).append(seconds / this.alone[kind, count])
+    for current in rounds:
+        for (kind, count, neighbour), seconds in current.beside.items():
+            ratios.setdefault((kind, neighbour), []).append(seconds / current.alone[kind, count])
     return SlowdownTable(
         source,
         kinds,
@@ -206,12 +206,12 @@ def _spread(ratios: Sequence[float]) -> tuple[float, float]:
     return round(min(ratios), 3), round(max(ratios), 3)
 
 
-def disturbed(table: SlowdownTable) -> Iterator[tuple[str, tuple[float, float]]]:
+def disturbed_kinds(table: SlowdownTable) -> Iterator[tuple[str, tuple[float, float]]]:
     """Yield kinds whose rounds differ too much for an idle machine, with their spread."""
     for name, kind in table.kinds.items():
-        for least, most in kind.spread.values():
-            if most > WIDE * least:
-                yield name, (least, most)
+        for low, high in kind.spread.values():
+            if high > DISTURBED_RATIO * low:
+                yield name, (low, high)
                 break
 
 
@@ -222,11 +222,11 @@ def tables(table: SlowdownTable) -> Iterator[Table]:
     for name, kind in table.kinds.items():
         alone.add_row(name, *(_shown(kind.shares[s], kind.spread.get(s)) for s in shares))
     yield alone
-    beside = Table("together, over one after the other", *table.kinds)
+    together = Table("together, over one after the other", *table.kinds)
     for name in table.kinds:
-        gains = (max(map(sum, table.rates(name, other))) for other in table.kinds)
-        beside.add_row(name, *(f"{gain:.2f}" for gain in gains))
-    yield beside
+        gains = (max(map(sum, table.rates(name, neighbour))) for neighbour in table.kinds)
+        together.add_row(name, *(f"{gain:.2f}" for gain in gains))
+    yield together
 
 
 def _shown(slowdown: float, spread: tuple[float, float] | None) -> str:
@@ -243,11 +243,11 @@ class _Worker:
         self._stdin: IO[str] = process.stdin
         self._stdout: IO[str] = process.stdout
 
-    def ask(self, run: MeasureRequest) -> None:
+    def send(self, run: MeasureRequest) -> None:
         self._stdin.write(msgspec.json.encode(run).decode() + "\n")
         self._stdin.flush()
 
-    def answer(self) -> MeasureResult:
+    def receive(self) -> MeasureResult:
         """Return the process's next answer.
 
         Raises: CallerError: the model cannot be run. InternalError: the process has ended; the
@@ -264,7 +264,7 @@ class _Worker:
 
 
 @contextmanager
-def _worker(cores: int, config: Path | None) -> Iterator[_Worker]:
+def _measuring_worker(cores: int, config: Path | None) -> Iterator[_Worker]:
     command = [sys.executable, "-m", "phaseloom.worker.measuring", "--units", str(cores)]
     if config is not None:
         command += ["--config", str(config)]
@@ -282,19 +282,21 @@ def _worker(cores: int, config: Path | None) -> Iterator[_Worker]:
             process.kill()
 
 
-def _measure(both: Sequence[_Worker], step: Step, cores: int, seconds: float, into: Round) -> None:
+def _measure(
+    workers: Sequence[_Worker], step: Step, cores: int, seconds: float, current: Round
+) -> None:
     from_s = time.time() + WARM_UP_S
     until_s = from_s + seconds
-    mine, rest = [*range(step.count)], [*range(step.count, cores)]
-    both[0].ask(MeasureRequest(step.kind, mine, from_s, until_s))
+    first_units, second_units = [*range(step.count)], [*range(step.count, cores)]
+    workers[0].send(MeasureRequest(step.kind, first_units, from_s, until_s))
     if not step.other:
-        into.alone[step.kind, step.count] = both[0].answer().seconds
+        current.alone[step.kind, step.count] = workers[0].receive().seconds
         return
-    both[1].ask(MeasureRequest(step.other, rest, from_s, until_s))
-    first, second = both[0].answer().seconds, both[1].answer().seconds
-    into.beside[step.kind, len(mine), step.other] = first
+    workers[1].send(MeasureRequest(step.other, second_units, from_s, until_s))
+    first, second = workers[0].receive().seconds, workers[1].receive().seconds
+    current.beside[step.kind, len(first_units), step.other] = first
     # If both have the same kind and number of units, the second adds no information.
-    into.beside.setdefault((step.other, len(rest), step.kind), second)
+    current.beside.setdefault((step.other, len(second_units), step.kind), second)
 
 
 def _source(cores: int, rounds: int, config: Path | None) -> str:

@@ -45,12 +45,12 @@ def state(
     json
         Print one JSON object per node instead of tables.
     """
-    reports = uvloop.run(_ask(bus_config(run), node))
+    reports = uvloop.run(_request_reports(bus_config(run), node))
     target = console or Console()
     for name, report in sorted(reports.items()):
         if json:
-            known = report if isinstance(report, StatusReport) else report.info
-            print(msgspec.json.encode({"node": name, "report": known}).decode())
+            content = report if isinstance(report, StatusReport) else report.info
+            print(msgspec.json.encode({"node": name, "report": content}).decode())
         elif isinstance(report, StatusReport):
             target.print(headline(name, report), soft_wrap=True)
             for table in tables(report):
@@ -60,7 +60,9 @@ def state(
     return int(any(isinstance(report, PhaseloomError) for report in reports.values()))
 
 
-async def _ask(settings: BusConfig, node: str) -> dict[str, StatusReport | PhaseloomError]:
+async def _request_reports(
+    settings: BusConfig, node: str
+) -> dict[str, StatusReport | PhaseloomError]:
     """Request the reports of one node, or of all nodes that are up.
 
     Raises: CallerError: NOT_FOUND: the node does not exist or is down.
@@ -90,7 +92,7 @@ async def _report(bus: Bus, node: str) -> StatusReport | PhaseloomError:
 def headline(node: str, report: StatusReport) -> str:
     """Format the usage of each of a node's tiers in one line."""
     devices = [
-        f"device {number}: {_of(used, budget)}"
+        f"device {number}: {_usage(used, budget)}"
         for number, (used, budget) in enumerate(
             zip(report.device_used_bytes, report.device_budget_bytes, strict=True)
         )
@@ -99,9 +101,9 @@ def headline(node: str, report: StatusReport) -> str:
         [
             f"[bold]{node}[/]",
             *devices,
-            f"host memory: {_of(report.host_used_bytes, report.host_budget_bytes)}",
+            f"host memory: {_usage(report.host_used_bytes, report.host_budget_bytes)}",
             f"NVMe ({report.disk.method}): "
-            f"{_of(report.nvme_used_bytes, report.nvme_budget_bytes)} for host copies",
+            f"{_usage(report.nvme_used_bytes, report.nvme_budget_bytes)} for host copies",
             *_sharing(report),
         ]
     )
@@ -144,7 +146,7 @@ def tables(report: StatusReport) -> list[Table]:
     shared_copies = Table(_names("shared copy"), "bytes", "in", _names("held for"), box=None)
     for copy in report.shared_copies:
         shared_copies.add_row(
-            _named(copy),
+            _copy_name(copy),
             _size(copy.num_bytes),
             "NVMe" if copy.on_nvme else "host",
             ", ".join(_users(copy)),
@@ -157,12 +159,12 @@ def _names(header: str) -> Column:
     return Column(header, overflow="fold")
 
 
-def _named(copy: SharedCopyState) -> str:
+def _copy_name(copy: SharedCopyState) -> str:
     """Name a shared copy by its version, its base, or the beginning of its hash."""
     if copy.version is not None:
         return str(copy.version)
-    known = copy.hash[:_HASH_CHARS] or "not hashed"
-    return f"{copy.base} ({known})" if copy.base else known
+    short_hash = copy.hash[:_HASH_CHARS] or "not hashed"
+    return f"{copy.base} ({short_hash})" if copy.base else short_hash
 
 
 def _users(copy: SharedCopyState) -> list[str]:
@@ -178,7 +180,7 @@ def _on_device(deployment: DeploymentState) -> str:
     return _size(deployment.device_bytes) + scratch
 
 
-def _of(used: int, budget: int) -> str:
+def _usage(used: int, budget: int) -> str:
     return f"{_size(used)} of {_size(budget)}"
 
 

@@ -49,10 +49,10 @@ class StoreMarks:
     def __init__(self, file: Path) -> None:
         """Raises: ResourceError: DATA_LOSS: the file exists but cannot be read."""
         self._file = file
-        self._known: dict[str, int] = {}
+        self._marks: dict[str, int] = {}
         if file.is_file():
             try:
-                self._known = msgspec.json.decode(file.read_bytes(), type=dict[str, int])
+                self._marks = msgspec.json.decode(file.read_bytes(), type=dict[str, int])
             except msgspec.DecodeError as error:
                 raise ResourceError(
                     f"{file} is damaged: {error}",
@@ -68,18 +68,18 @@ class StoreMarks:
         """
         sure_at_s = time.monotonic() + bus.lag_s
         while True:
-            found = await self._ends(bus)
+            ends = await self._ends(bus)
             # The decision log goes first: its error says how many decisions are lost.
-            in_order = sorted(self._known.items(), key=lambda each: each[0] != SCHED)
-            behind = [(s, known, found[s]) for s, known in in_order if found[s] < known]
+            in_order = sorted(self._marks.items(), key=lambda item: item[0] != SCHED)
+            behind = [(s, mark, ends[s]) for s, mark in in_order if ends[s] < mark]
             if not behind:
                 break
             if time.monotonic() >= sure_at_s:
-                raise _went_back(*behind[0])
+                raise _stream_went_back(*behind[0])
             await asyncio.sleep(_LAG_PAUSE_S)
-        if found != self._known:
-            await asyncio.to_thread(replace_file, self._file, msgspec.json.encode(found))
-            self._known = found
+        if ends != self._marks:
+            await asyncio.to_thread(replace_file, self._file, msgspec.json.encode(ends))
+            self._marks = ends
 
     async def _ends(self, bus: Bus) -> dict[str, int]:
         """Return the newest sequence of each stream, or 0 if it no longer exists.
@@ -91,7 +91,7 @@ class StoreMarks:
             for info in await bus.js.streams_info()
             if info.config.storage == StorageType.FILE
         }
-        for stream in self._known.keys() - ends.keys():
+        for stream in self._marks.keys() - ends.keys():
             try:  # the list omits streams without a leader
                 ends[stream] = (await bus.js.stream_info(stream)).state.last_seq
             except NotFoundError:
@@ -103,7 +103,7 @@ class StoreMarks:
 
         Raises: ResourceError: DATA_LOSS: a stream has lost its newest messages.
         """
-        is_told = False
+        is_reported = False
         while True:
             await asyncio.sleep(_KEEP_EVERY_S)
             try:
@@ -111,22 +111,22 @@ class StoreMarks:
             except (NatsError, NatsTimeoutError):
                 continue  # the server is away
             except OSError as error:  # the disk is full: the marks lag behind until there is room
-                level = logging.DEBUG if is_told else logging.WARNING
+                level = logging.DEBUG if is_reported else logging.WARNING
                 log.log(level, "%s cannot be written: %s", self._file, error.strerror)
-                is_told = True
+                is_reported = True
             else:
-                is_told = False
+                is_reported = False
 
 
-def _went_back(stream: str, known: int, end: int) -> ResourceError:
+def _stream_went_back(stream: str, mark: int, end: int) -> ResourceError:
     if stream == SCHED:
-        return log_end_lost(known, end)
+        return log_end_lost(mark, end)
     return ResourceError(
-        f"stream {stream} ends at message {end}, but had {known}: the last messages are lost",
+        f"stream {stream} ends at message {end}, but had {mark}: the last messages are lost",
         code=Code.DATA_LOSS,
         remedy="put the right store back, restore a backup (`phaseloom restore`), or continue "
         "without the lost messages (`phaseloom up --resume --accept-loss`)",
-        details={"first_lost": end + 1, "last_lost": known},
+        details={"first_lost": end + 1, "last_lost": mark},
     )
 
 

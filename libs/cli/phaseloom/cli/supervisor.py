@@ -38,7 +38,7 @@ from phaseloom.cli.meshconfig import SETTINGS, MeshConfig, servers_of
 from phaseloom.cli.models import register
 from phaseloom.cli.processes import child_specs, console_key, with_metrics
 from phaseloom.cli.readiness import Readiness
-from phaseloom.cli.rundir import held
+from phaseloom.cli.rundir import locked
 from phaseloom.cli.storecheck import (
     MARKS,
     StoreMarks,
@@ -133,7 +133,7 @@ class Mesh:
         async with AsyncExitStack() as stack:
             for name in ("logs", "spans", "nodes"):
                 (self.run_dir / name).mkdir(parents=True, exist_ok=True)
-            stack.enter_context(held(self.run_dir))
+            stack.enter_context(locked(self.run_dir))
             settings = msgspec.json.format(msgspec.json.encode(self.config))
             replace_file(self.run_dir / SETTINGS, settings)
             sockets = socket_directory(self.run_dir, [node.name for node in self.config.nodes])
@@ -143,7 +143,7 @@ class Mesh:
             await stack.enter_async_context(self.servers)
             self._bus = await Bus.open(self.credentials.bus, "supervisor")
             stack.push_async_callback(self._bus.close)
-            self._marks = await self._checked(self._bus)
+            self._marks = await self._check_store(self._bus)
             # Entries of an earlier run in this directory also report nodes as up.
             self._begins_at = await until_done(self._bus.log.end, "the log's end") + 1
             await self._register_models(self._bus)
@@ -154,7 +154,10 @@ class Mesh:
                 specs, self.metrics_ports = with_metrics(specs)
             self._children = [
                 Child(
-                    spec, self.run_dir / "logs" / f"{spec.name}.log", self._write_state, self._tell
+                    spec,
+                    self.run_dir / "logs" / f"{spec.name}.log",
+                    self._write_state,
+                    self._report_restart,
                 )
                 for spec in specs
             ]
@@ -166,7 +169,7 @@ class Mesh:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def _checked(self, bus: Bus) -> StoreMarks:
+    async def _check_store(self, bus: Bus) -> StoreMarks:
         """Check the store before anything is decided on it, and return its marks.
 
         Raises: ResourceError: DATA_LOSS: the store has lost something. With `accepts_loss`, only if
@@ -222,12 +225,12 @@ class Mesh:
     def pids(self, service: str = "") -> list[int]:
         """Return the process ids of a service (`router`), of one replica (`router-0`), or of the
         server (`nats`, or `nats-1` to `nats-3`). Without a name: all."""
-        found = [
+        child_pids = [
             child.process.pid
             for child in self._children
             if child.process is not None and _is_named(child.spec.name, service)
         ]
-        return found + [
+        return child_pids + [
             server.pid
             for name, server in self.servers.members.items()
             if server.is_running and _is_named(name, service)
@@ -250,12 +253,12 @@ class Mesh:
     async def _supervise(self) -> None:
         async with asyncio.TaskGroup() as group:
             servers = [
-                group.create_task(self._keep_server(name, server), name=name)
+                group.create_task(self._supervise_server(name, server), name=name)
                 for name, server in self.servers.members.items()
             ]
             marks = group.create_task(self._keep_marks(), name="marks")
             rooms = [
-                group.create_task(self._keep_room(name, server), name=f"room of {name}")
+                group.create_task(self._watch_disk(name, server), name=f"room of {name}")
                 for name, server in self.servers.members.items()
             ]
             async with asyncio.TaskGroup() as children:
@@ -272,7 +275,7 @@ class Mesh:
         assert self._marks is not None
         await self._marks.keep(self._bus)
 
-    async def _keep_server(self, name: str, server: EmbeddedServer) -> None:
+    async def _supervise_server(self, name: str, server: EmbeddedServer) -> None:
         """Restart a server whenever it ends, until cancelled; clients reconnect by themselves."""
         failures = 0
         while True:
@@ -290,9 +293,9 @@ class Mesh:
                     failures += 1
                     log.warning("%s does not start: %s", name, error)
             self._write_state()
-            await self._tell(name, str(ended))
+            await self._report_restart(name, str(ended))
 
-    async def _keep_room(self, name: str, server: EmbeddedServer) -> None:
+    async def _watch_disk(self, name: str, server: EmbeddedServer) -> None:
         """Report when the disk of a server's store is full, and restart the server afterwards.
 
         A server that failed to write accepts nothing more until its restart, even with free space.
@@ -324,8 +327,8 @@ class Mesh:
         """Stop the agents first, so that ranks end and permits are returned, then the others."""
         assert self._supervising is not None
         agents = [c for c in self._children if _is_named(c.spec.name, "worker")]
-        others = [c for c in self._children if c not in agents]
-        for stage in (agents, others):
+        remaining = [c for c in self._children if c not in agents]
+        for stage in (agents, remaining):
             if not self._supervising.done():
                 await asyncio.gather(*(child.stop(_STOP_TIMEOUT_S) for child in stage))
         if self._bus is not None and self._marks is not None:
@@ -333,7 +336,7 @@ class Mesh:
                 await self._marks.check(self._bus)
         await self._supervising
 
-    async def _tell(self, name: str, reason: str) -> None:
+    async def _report_restart(self, name: str, reason: str) -> None:
         log.warning("%s ended: %s", name, reason)
         await self._notice("restarted", reason, name)
         if name in self._agents:
@@ -344,10 +347,10 @@ class Mesh:
             except (NatsError, NatsTimeoutError) as error:
                 log.warning("the lease of %s stays until it expires: %r", name, error)
 
-    async def _notice(self, what: str, why: str, about: str) -> None:
+    async def _notice(self, event: str, reason: str, subject: str) -> None:
         assert self._bus is not None
         try:
-            await self._bus.notice("supervisor", what, why, about)
+            await self._bus.notice("supervisor", event, reason, subject)
         except (NatsError, NatsTimeoutError) as error:  # the notice may be about the server itself
             log.warning("the notice could not be published: %r", error)
 
@@ -379,10 +382,10 @@ def socket_directory(run_dir: Path, nodes: Iterable[str]) -> Path:
     is too long (a socket's path has at most 107 bytes), it is in the system's temporary directory.
     """
     longest = max(len(f"agent-{node}.sock".encode()) for node in nodes)
-    own = run_dir / "s"
-    if len(os.fsencode(own)) + 1 + longest <= framing.MAX_PATH_BYTES:
-        own.mkdir(parents=True, exist_ok=True)
-        return own
+    inside_run = run_dir / "s"
+    if len(os.fsencode(inside_run)) + 1 + longest <= framing.MAX_PATH_BYTES:
+        inside_run.mkdir(parents=True, exist_ok=True)
+        return inside_run
     return Path(tempfile.mkdtemp(prefix="phaseloom-"))
 
 

@@ -76,8 +76,8 @@ async def catch_up(bus: Bus, dashboard: Dashboard) -> None:
     if end:
         async with aclosing(bus.log.read_entries()) as entries:
             async for entry in entries:
-                for one in entry.split():
-                    dashboard.take(one)
+                for part in entry.split():
+                    dashboard.accept(part)
                 if entry.sequence >= end:
                     break
     for key in await bus.keys.names(Bucket.VIEW):
@@ -109,7 +109,7 @@ async def _watch(bus: Bus, dashboard: Dashboard, console: Console) -> None:
 async def _follow_log(bus: Bus, dashboard: Dashboard) -> None:
     async with aclosing(bus.log.read()) as entries:
         async for entry in entries:
-            dashboard.take(entry)
+            dashboard.accept(entry)
 
 
 async def _follow_views(bus: Bus, dashboard: Dashboard) -> None:
@@ -136,7 +136,7 @@ class Dashboard:
     _notices: deque[Notice] = field(default_factory=lambda: deque(maxlen=NUM_NOTICES))
     _num_operations: int = 0
 
-    def take(self, entry: LogEntry) -> None:
+    def accept(self, entry: LogEntry) -> None:
         """Take the next entry of the decision log."""
         match entry.event:
             case NodeUp(node=node, devices=devices):
@@ -200,7 +200,7 @@ class Dashboard:
             table.add_row(
                 str(job),
                 status.state,
-                ", ".join(_place(d) for d in status.deployments),
+                ", ".join(_deployment_text(d) for d in status.deployments),
                 str(depths.get(job, 0)),
                 f"{len(ran) / WINDOW_S:.1f}",
                 _median_ms(e.waited_s for e in ran),
@@ -236,8 +236,8 @@ class Dashboard:
         return sum(
             min(seconds, execution.end_s - (now_s - WINDOW_S))
             for execution in self._executions
-            for (where, _), seconds in execution.busy_s.items()
-            if where == node
+            for (name, _), seconds in execution.busy_s.items()
+            if name == node
         )
 
     def _newest_notices(self) -> Table:
@@ -247,7 +247,7 @@ class Dashboard:
         return table
 
 
-def _place(deployment: DeploymentStatus) -> str:
+def _deployment_text(deployment: DeploymentStatus) -> str:
     here = f"{deployment.name} {deployment.state} {deployment.node}".strip()
     return f"{here} (moves {deployment.moving})" if deployment.moving else here
 

@@ -59,12 +59,12 @@ def trace(operation: str, /, *, run: Path | None = None, console: Console | None
 def render(operation: str, rows: Sequence[SpanRow], width: int) -> Text:
     """Return the waterfall as text, `width` characters wide, with one time scale for all bars."""
     begin_ns = min(row.span.start_unix_ns for row in rows)
-    whole_ns = max(row.span.end_unix_ns for row in rows) - begin_ns
+    total_ns = max(row.span.end_unix_ns for row in rows) - begin_ns
     kind = next((k for row in rows if (k := row.span.attributes.get("kind"))), "operation")
     names = max(2 * row.depth + len(row.span.name) for row in rows)
     services = max(len(describe_location(row.span)) for row in rows)
     cells = max(MIN_BAR_CELLS, width - names - services - 24)
-    text = Text(f"{operation}  {kind}  {whole_ns / 1e6:.2f} ms\n", "bold")
+    text = Text(f"{operation}  {kind}  {total_ns / 1e6:.2f} ms\n", "bold")
     text.append(f"{'span':{names}}  {'service':{services}} {'start ms':>9} {'ms':>9}\n", "dim")
     for row in rows:
         span, style = row.span, _STYLES.get(row.span.name, "white")
@@ -72,7 +72,7 @@ def render(operation: str, rows: Sequence[SpanRow], width: int) -> Text:
         text.append(f"{'  ' * row.depth + span.name:{names}}", style)
         text.append(f"  {describe_location(span):{services}}", "default")
         text.append(f" {start_ns / 1e6:9.2f} {(end_ns - start_ns) / 1e6:9.2f}  ", "default")
-        text.append(bar(start_ns, end_ns, whole_ns, cells) + "\n", style)
+        text.append(bar(start_ns, end_ns, total_ns, cells) + "\n", style)
         indent = "  " * (row.depth + 1)
         text.append("".join(f"{indent}displaced {name}\n" for name in row.displaced), "dim")
         text.append(f"{indent}failed: {span.error}\n" if span.error else "", "red")
@@ -80,13 +80,13 @@ def render(operation: str, rows: Sequence[SpanRow], width: int) -> Text:
     return text
 
 
-def bar(begin: int, end: int, whole: int, cells: int) -> str:
+def bar(begin: int, end: int, scale: int, cells: int) -> str:
     """Return a bar from `begin` to `end` on a scale of `whole`, precise to an eighth of a cell.
 
     A bar is at least an eighth of a cell long, so that it is visible.
     """
-    if whole <= 0:
+    if scale <= 0:
         return _EIGHTHS[8]
-    first = min(cells - 1, begin * cells // whole)
-    eighths = max(1, end * cells * 8 // whole - first * 8)
+    first = min(cells - 1, begin * cells // scale)
+    eighths = max(1, end * cells * 8 // scale - first * 8)
     return " " * first + _EIGHTHS[8] * (eighths // 8) + _EIGHTHS[eighths % 8].strip()

@@ -91,7 +91,7 @@ def up(
             remedy="add --resume, or omit --run",
         )
     earlier = run_to_resume(run, runs) if resume else None
-    settings = given_settings(mesh_file, earlier, gateway)
+    settings = load_settings(mesh_file, earlier, gateway)
     settings.check()
     settings = with_policies(settings, placement, ordering, multiplexing, slo_percentile)
     settings = replace(
@@ -110,7 +110,7 @@ def up(
     uvloop.run(_up(settings, run_dir, accepts_loss=accept_loss))
 
 
-def given_settings(mesh_file: Path | None, earlier: Path | None, gateway: int = 0) -> MeshConfig:
+def load_settings(mesh_file: Path | None, earlier: Path | None, gateway: int = 0) -> MeshConfig:
     """Return the settings of the mesh file or the environment, or else of the run to resume.
 
     If they have no port for the console, choose a free one.
@@ -118,16 +118,20 @@ def given_settings(mesh_file: Path | None, earlier: Path | None, gateway: int = 
     Args: earlier: directory of the run to resume; None: start a new run.
           gateway: port of the gateway by the command line; 0: not given.
     """
-    own = None
+    earlier_settings = None
     if earlier is not None and mesh_file is None and not config.is_configured("mesh"):
-        own = settings_of(earlier)
-    if own is None:
+        earlier_settings = settings_of(earlier)
+    if earlier_settings is None:
         settings = config.load(MeshConfig, "mesh", file=mesh_file)
         port = settings.console_port or _free_port(CONSOLE_PORT, gateway or settings.gateway_port)
         return replace(settings, console_port=port)
     # Another program may use its port by now. A run without a port stays without a console.
-    taken = gateway or own.gateway_port
-    return replace(own, console_port=own.console_port and _free_port(own.console_port, taken))
+    gateway_port = gateway or earlier_settings.gateway_port
+    return replace(
+        earlier_settings,
+        console_port=earlier_settings.console_port
+        and _free_port(earlier_settings.console_port, gateway_port),
+    )
 
 
 async def _up(settings: MeshConfig, run_dir: Path, *, accepts_loss: bool) -> None:
@@ -169,7 +173,7 @@ def greeting(mesh: Mesh) -> str:
             *_gateway(mesh),
             *_console(mesh),
             *_metrics(mesh),
-            *_lacking(),
+            *_missing_packages(),
             "Ctrl-C stops everything",
         ]
     )
@@ -204,12 +208,12 @@ def _console(mesh: Mesh) -> list[str]:
     ]
 
 
-def _free_port(wanted: int, taken: int) -> int:
+def _free_port(preferred: int, excluded: int) -> int:
     """Return `wanted` if it is free, otherwise another free port that is not `taken`. 0 if the
     console is not installed."""
     if missing(_CONSOLE_PACKAGES):
         return 0
-    for port in (0,) if wanted == taken else (wanted, 0):
+    for port in (0,) if preferred == excluded else (preferred, 0):
         # Without `reuse_port`, a port that another mesh's console uses is refused.
         with suppress(OSError), create_server(("127.0.0.1", port)) as listener:
             return int(listener.getsockname()[1])
@@ -241,12 +245,12 @@ def _check_ports(settings: MeshConfig) -> None:
             ) from None
 
 
-def _lacking() -> list[str]:
-    lacking = missing(_WORKER_PACKAGES)
-    if not lacking:
+def _missing_packages() -> list[str]:
+    absent = missing(_WORKER_PACKAGES)
+    if not absent:
         return []
     return [
-        f"models cannot run: {', '.join(lacking)} are not installed. Run pip install "
+        f"models cannot run: {', '.join(absent)} are not installed. Run pip install "
         "'phaseloom[worker]', or name interpreters that have them in the mesh file"
     ]
 
