@@ -246,7 +246,7 @@ class Mirror:
     def update(self, *, is_paused: bool) -> int:
         """Copy all changes, and remove files that no longer exist. Return the bytes copied.
 
-        Args: is_still: whether the run is paused. If not, files may vanish during the copy.
+        Args: is_paused: whether the run is paused. If not, files may vanish during the copy.
         """
         self._target.mkdir(exist_ok=True)
         num_bytes = 0
