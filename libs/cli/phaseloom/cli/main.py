@@ -1,4 +1,4 @@
-"""The console script `phaseloom`. Subcommands live in modules of their own, imported when used."""
+"""The console script `phaseloom`. Each subcommand's module is imported when the command runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COMMANDS = {
     "slowdowns:measure_slowdown": "Measure how much slower work runs on a part of a device.",
     "simulate:simulate": "Compare placement policies on a workload, under a virtual clock.",
 }
-"""The line of help for each `module:function`, in this package if no other is named."""
+"""`module:function` → one line of help. The module is in this package unless it has a full path."""
 _MODEL_COMMANDS = {
     "add": ("models:add", "Register a model directory under a name for jobs to use."),
     "convert": ("gguf:convert", "Convert a GGUF file into a model directory."),
@@ -36,7 +36,7 @@ _MODEL_COMMANDS = {
     "merge": ("merging:merge", "Merge a base model and an adapter into one model directory."),
     "remove": ("models:remove", "Unregister a model; its files stay."),
 }
-"""The subcommands of `phaseloom model`: `module:function` and the line of help."""
+"""The subcommands of `phaseloom model`: name → `module:function` and one line of help."""
 _CHECKPOINT_COMMANDS = {
     "archive": ("checkpoints:archive", "Download a checkpoint as a tar file."),
     "delete": ("checkpoints:delete", "Delete a checkpoint that its job does not need to recover."),
@@ -44,7 +44,7 @@ _CHECKPOINT_COMMANDS = {
     "list": ("checkpoints:list_checkpoints", "List the checkpoints, the newest last."),
     "show": ("checkpoints:show", "Describe a checkpoint and its files."),
 }
-"""The subcommands of `phaseloom checkpoint`, likewise."""
+"""The subcommands of `phaseloom checkpoint`: name → `module:function` and one line of help."""
 
 
 def application() -> App:
@@ -52,10 +52,10 @@ def application() -> App:
         name="phaseloom",
         help="Run many RL post-training jobs on one shared pool of accelerators.",
         version=_version,
-        # The help above has no Markdown, whose renderer is slow to import.
+        # Plain text, because the Markdown renderer is slow to import.
         help_format="plaintext",
-        # The parameter `console` is for programs that call a subcommand as a function. There is no
-        # `--no-resume` beside `--resume`: everything is off unless it is named.
+        # The parameter `console` is only for programs that call a subcommand as a function. Flags
+        # have no `--no-…` form, because all are off by default.
         default_parameter=Parameter(parse=re.compile("^(?!console$)"), negative=()),
     )
     for place, line in _COMMANDS.items():
@@ -76,16 +76,16 @@ def application() -> App:
 
 
 def main() -> None:
-    """Run the command that the command line names.
+    """Run the command on the command line.
 
-    The exit code is 1 after an error of Phaseloom's own or of a file, which is printed in one line,
-    2 after a wrong command line, and 130 after Ctrl-C.
+    Exit codes: 1 after an error of Phaseloom or of a file, which is printed in one line; 2 after an
+    invalid command line; 130 after Ctrl-C.
     """
     try:
         application()(exit_on_error=False)
-    except* CycloptsError:  # it has been printed
+    except* CycloptsError:  # cyclopts has printed it
         sys.exit(2)
-    except* BrokenPipeError:  # whoever reads has enough
+    except* BrokenPipeError:  # the reader of the pipe has closed it
         sys.exit(1)
     except* (PhaseloomError, OSError) as errors:
         for line in _lines(errors):
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def _version() -> str:
-    # `importlib.metadata` takes as long to import as everything else here.
+    # Imported here because `importlib.metadata` takes as long to import as all other modules.
     from importlib.metadata import version
 
     return version("phaseloom")

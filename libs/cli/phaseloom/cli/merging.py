@@ -1,10 +1,11 @@
 """`phaseloom model merge` adds an adapter to the weights of its base, as a new model directory.
 
 The adapter is a checkpoint of a job, or a directory that `peft` has saved. Files without adapted
-weights are copied from the base. The result equals that of `merge_and_unload()` of `peft`, with one
-exception: an adapter on an output head that is tied to the embedding. `peft` changes the embedding
-as well, so that its merged model differs from base plus adapter. Here the head becomes a separate
-weight.
+weights are copied from the base.
+
+The result equals that of `merge_and_unload()` of `peft`, with one exception: an adapter on an
+output head that is tied to the embedding. `peft` changes the embedding as well, so its merged model
+differs from base plus adapter. Here the head becomes a separate weight.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _FORMAT = {"format": "pt"}
 
 
 class _Config(msgspec.Struct, frozen=True):
-    """The fields of an `adapter_config.json` that a merge depends on."""
+    """The fields of `adapter_config.json` that affect a merge."""
 
     r: int
     lora_alpha: float
@@ -51,7 +52,7 @@ def merge(base: Path, adapter: Path, directory: Path, *, console: Console | None
     base
         Directory of the model that the adapter was trained on.
     adapter
-        The adapter: a checkpoint of a job, or a directory that peft has saved.
+        Directory of the adapter: a checkpoint of a job, or a directory that peft has saved.
     directory
         Directory to create.
     """
@@ -127,9 +128,10 @@ def _merge(base: Path, adapter: Path, config: _Config, directory: Path) -> None:
 
 
 def _untie(directory: Path) -> None:
-    """Separate a model's output head from its embedding if the two are tied.
+    """Give a model's output head a weight of its own if it is tied to the embedding.
 
-    If the config does not say whether they are tied, they are, unless the files contain both.
+    If the config does not say whether the two are tied, they count as tied unless the files contain
+    both.
     """
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
@@ -145,7 +147,7 @@ def _untie(directory: Path) -> None:
     source, missing = (_EMBEDDING, _HEAD) if _EMBEDDING in files else (_HEAD, _EMBEDDING)
     file = files.get(missing, files[source])
     tensors, weight = load_file(file), load_file(files[source])[source]
-    tensors[missing] = weight.clone()  # two tensors of one memory cannot be saved
+    tensors[missing] = weight.clone()  # safetensors refuses tensors that share memory
     save_file(tensors, file, _FORMAT)
     _write_json(path, {**config, "tie_word_embeddings": False})
     index = directory / index_name("model")
@@ -163,9 +165,9 @@ def _write_json(path: Path, content: Index | dict[str, Any]) -> None:
 
 
 def _pairs_by_weight(matrices: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the pair (A, B) to add to each weight of the base, by the weight's name.
+    """Map the name of each adapted weight of the base to its low-rank matrices (A, B).
 
-    Raises: CallerError: a tensor does not belong to such a pair.
+    Raises: CallerError: a tensor of the adapter does not belong to such a pair.
     """
     pairs: dict[str, tuple[Any, Any]] = {}
     unpaired = set(matrices)

@@ -1,7 +1,7 @@
 """`phaseloom model` registers, lists and removes models: named directories that jobs refer to.
 
-The name is resolved when a job is submitted. Removing the name, or registering another directory
-under it, does not affect existing jobs.
+The name is resolved when a job is submitted. Jobs that exist already are not affected if the name
+is removed or registered for another directory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def add(
 ) -> None:
     """Register a model directory under a name for jobs to use.
 
-    Every file is read and hashed once. Nodes that run the model need the directory at the same path
-    and verify the hashes.
+    Every file is read and hashed once. Nodes that run the model need the directory at the same
+    path, and verify the hashes.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ def list_models(*, run: Path | None = None, console: Console | None = None) -> N
 
 
 def remove(name: str, *, run: Path | None = None, console: Console | None = None) -> None:
-    """Unregister a model; its files stay, and jobs that use it continue.
+    """Unregister a model. Its files stay, and jobs that use it continue.
 
     Keep the files until those jobs have ended: a job that must be rebuilt from its start reads them
     again.
@@ -77,10 +77,11 @@ def remove(name: str, *, run: Path | None = None, console: Console | None = None
 
 
 async def register(bus: Bus, model: RegisteredModel, *, replaces: bool = False) -> None:
-    """Store a registration.
+    """Store the registration of a model.
 
-    Args:   replaces: whether it may replace another registration of the name.
-    Raises: CallerError: ALREADY_EXISTS: the name is registered for something else.
+    Args:   replaces: whether to replace an earlier registration of the same name.
+    Raises: CallerError: ALREADY_EXISTS: the name is registered for another directory or other
+             files.
     """
     stored = await bus.keys.get_raw(Bucket.MODELS, model.name)
     if stored is not None and not stored.is_gone and not replaces:
@@ -95,7 +96,7 @@ async def register(bus: Bus, model: RegisteredModel, *, replaces: bool = False) 
 
 
 def line(model: RegisteredModel) -> str:
-    """Describe a registration in one line."""
+    """Describe a registered model in one line."""
     num_bytes = sum(file.num_bytes for file in model.directory.files)
     return (
         f"{model.name}: {model.config.get('model_type', 'of no type')}, "

@@ -1,4 +1,4 @@
-"""Creates a directory completely or not at all, for `phaseloom model convert` and `merge`."""
+"""Creation of a new directory that appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from phaseloom.common.contract.errors import CallerError, Code
 
 @contextmanager
 def new_directory(directory: Path) -> Iterator[Path]:
-    """Yield a temporary path next to a directory; it gets the directory's name when the block ends.
+    """Yield a temporary path. It becomes `directory` if the block succeeds.
 
     The block creates and fills the temporary path. If the block fails, nothing remains.
 
     Raises: CallerError: ALREADY_EXISTS: the directory exists; FAILED_PRECONDITION: it cannot be
-            created.
+                created.
     """
     if directory.exists():
         raise CallerError(

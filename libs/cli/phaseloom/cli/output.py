@@ -6,11 +6,12 @@ from rich.console import Console, RenderableType
 from rich.measure import Measurement
 
 _UNBOUNDED = 1_000_000
-"""Width in columns at which nothing is cut or folded."""
+"""A width in columns that no table reaches, so that no cell is cut or folded."""
 
 
 def print_whole(console: Console, shown: RenderableType) -> None:
-    """Print a table; to a file or a pipe, in its full width."""
+    """Print a table. In a file or a pipe it gets its full width, so that no cell is cut or
+    folded."""
     if not console.is_terminal:
         unbounded = console.options.update(width=_UNBOUNDED, max_width=_UNBOUNDED)
         console.width = max(console.width, Measurement.get(console, unbounded, shown).maximum)

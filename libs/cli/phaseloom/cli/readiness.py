@@ -30,15 +30,15 @@ _ANY_CALL = "/api/v1/get_server_capabilities"
 
 @dataclass(slots=True)
 class Readiness:
-    """Tracks the nodes and services that must answer before a mesh is up."""
+    """Tracks the nodes and services that must answer before a mesh counts as up."""
 
     bus: Bus
     config: MeshConfig
     credentials: Credentials
     begins_at: int
-    """Sequence of this mesh's first entry in the decision log."""
+    """Sequence number of the first decision log entry of this mesh, after those of earlier runs."""
     missing: set[str] = field(init=False)
-    """Nodes and services that have not answered yet, such as `node train-0` or `scheduler`."""
+    """Names that have not answered yet, such as `node train-0` or `scheduler`."""
 
     def __post_init__(self) -> None:
         self.missing = self._nodes() | {"scheduler", "router"}
@@ -46,8 +46,10 @@ class Readiness:
         self.missing |= {"console"} if self.config.console_port else set()
 
     async def wait(self) -> None:
-        """Wait until every node is in the decision log, and the scheduler, a router, the gateway
-        and the console answer."""
+        """Wait until all nodes are in the decision log and all services answer.
+
+        The services are the scheduler, a router, the gateway and the console.
+        """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._wait_for_nodes())
             for service, call, request in (
@@ -75,8 +77,10 @@ class Readiness:
                     return
 
     async def _wait_for_answer(self, call: str, request: bytes, service: str) -> None:
-        """Wait for any answer of a service. An error counts: the request names something that does
-        not exist."""
+        """Wait until a service answers the call.
+
+        An error counts as an answer, since the request names a job that does not exist.
+        """
         subject = streams.api_subject(self.config.tenants[0], call)
         headers = {CONTENT_TYPE: MSGPACK}
         while True:
@@ -102,12 +106,12 @@ class Readiness:
         )
 
     async def _wait_for_console(self) -> None:
-        """Wait until the console accepts its key; another program may listen at the port."""
+        """Wait until the console accepts its key. Another program at the port would refuse it."""
         bearer = f"Authorization: Bearer {console_key(self.credentials.password)}"
         await self._wait_for_page("console", self.config.console_port, "/api/me", bearer)
 
     async def _wait_for_page(self, service: str, port: int, path: str, header: str) -> None:
-        """Wait until a service answers 200 to a request with this header."""
+        """Wait until a service answers with status 200 to a request with this header."""
         while True:
             try:
                 async with asyncio.timeout(_ANSWER_TIMEOUT_S):

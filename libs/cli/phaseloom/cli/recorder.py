@@ -2,9 +2,9 @@
 
     {"sequence": 7, "time_unix_s": 1700000000.123, "event": {"type": "queued_operation", ...}}
 
-The file contains the run as the scheduler saw it; a run's summary and pictures are computed from
-it. Events that were appended together share a line. Each line is written at once, so a file cut off
-by a crash is readable up to its last newline.
+The file shows the run as the scheduler saw it. Summaries and pictures of a run are computed from
+it. Events that were appended together share a line. Each line is written immediately, so a file cut
+off by a crash is readable up to its last newline.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Recorded(msgspec.Struct, frozen=True):
 
     sequence: int
     time_unix_s: float
-    """Time at which the NATS server stored the entry, by its clock."""
+    """Time at which the NATS server stored the entry, by the server's clock."""
     event: Event
 
 
 class Recorder:
-    """Writes each entry of the decision log to a file, from the first entry on.
+    """Writes every entry of the decision log to a file.
 
     Args: path: the file; it is overwritten.
           watch: called with each event after it is written; must not block.
@@ -72,7 +72,7 @@ class Recorder:
         await self.until(lambda: self._sequence >= end)
 
     async def until(self, seen: Callable[[], bool]) -> None:
-        """Wait until the predicate holds. It is evaluated after each entry."""
+        """Wait until the predicate is true. It is evaluated after each entry."""
         async with self._advanced:
             await self._advanced.wait_for(seen)
 
@@ -83,19 +83,19 @@ def _parts(entry: Recorded) -> Iterator[Recorded]:
 
 
 def read_events(path: Path) -> list[Recorded]:
-    """Return the events of an `events.jsonl`, in the log's order.
+    """Return the events of an `events.jsonl`, in the order of the log.
 
-    Events of one entry all have the sequence of the entry.
+    All events of an entry have the entry's sequence number.
 
-    Raises: CallerError: a line is not a recorded entry; the message names the line.
+    Raises: CallerError: a line is not a recorded entry; the message has its number.
     """
     return [part for entry in read_entries(path) for part in _parts(entry)]
 
 
 def read_entries(path: Path) -> list[Recorded]:
-    """Return the entries of an `events.jsonl`. One entry may have several events.
+    """Return the entries of an `events.jsonl`. An entry may contain several events.
 
-    Raises: CallerError: a line is not a recorded entry; the message names the line.
+    Raises: CallerError: a line is not a recorded entry; the message has its number.
     """
     entries: list[Recorded] = []
     with path.open("rb") as file:

@@ -23,7 +23,7 @@ from phaseloom.console.page import write_replay
 FILE = "replay.html"
 _EVENTS = "events.jsonl"
 _MAX_ROWS = 2_000_000
-"""Rows that a browser can still draw. For a longer run, the file has the newest rows."""
+"""Number of rows that a browser can still draw. For a longer run, the file has the newest rows."""
 
 
 def replay(
@@ -34,8 +34,8 @@ def replay(
     Parameters
     ----------
     run
-        The run, by name or path. Default: the newest. A run of `phaseloom up` must be running; a
-        run of `phaseloom demo` has recorded its log in a file.
+        Run directory, or its name under runs/. Default: the newest run. A mesh of `phaseloom up`
+        must be running; `phaseloom demo` has recorded its log in a file.
     out
         File to write. Default: `replay.html` in the run's directory.
     runs
@@ -53,9 +53,9 @@ def replay(
 
 
 def make_replay(title: str, events: Iterable[Recorded], path: Path) -> None:
-    """Write the page of a recorded run.
+    """Write the timeline of recorded events as an HTML page.
 
-    Raises: CallerError: FAILED_PRECONDITION: the run has no events.
+    Raises: CallerError: FAILED_PRECONDITION: there are no events.
     """
     view = View(_MAX_ROWS)
     last_s = 0.0
@@ -73,7 +73,7 @@ def make_replay(title: str, events: Iterable[Recorded], path: Path) -> None:
 
 
 async def _read_live(settings: BusConfig) -> list[Recorded]:
-    """Return all events that are in a running mesh's decision log now."""
+    """Return all events in the decision log of a running mesh."""
     events: list[Recorded] = []
     async with open_bus(settings, "replay") as bus:
         end = await bus.log.end()

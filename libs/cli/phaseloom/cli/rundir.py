@@ -1,4 +1,4 @@
-"""The directory of a run: creating it, finding it, and reading the mesh's address from it."""
+"""Creates, finds and locks the directory of a run, and connects to its mesh."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 RUNS = Path("runs")
 LOCK = "lock"
-"""Name of the file in a run's directory that is locked while its mesh runs."""
+"""Name of the file in a run directory that is locked while the mesh runs."""
 _BUS_URL = f"{config.PREFIX}BUS_URL"
 
 
@@ -55,7 +55,7 @@ def new_run_dir(runs: Path) -> Path:
 
 
 def _point_at(run_dir: Path) -> None:
-    """Point the link `latest`, next to a run, to the run."""
+    """Point the link `latest`, next to a run directory, to that directory."""
     partial = run_dir.with_name(f".latest.{os.getpid()}")
     partial.unlink(missing_ok=True)
     partial.symlink_to(run_dir.name)
@@ -63,10 +63,11 @@ def _point_at(run_dir: Path) -> None:
 
 
 def run_to_resume(run: str, runs: Path) -> Path:
-    """Return the directory of a run that has ended, to resume it.
+    """Return the directory of a run that has ended and can be resumed.
 
-    Args:   run: its name under `runs`, or a path; empty: the newest.
-    Raises: CallerError: NOT_FOUND: there is no such run. FAILED_PRECONDITION: it has not ended.
+    Args:   run: its name under `runs`, or a path; empty: the newest run.
+    Raises: CallerError: NOT_FOUND: there is no such run. FAILED_PRECONDITION: the run has not
+             ended.
     """
     directory = find_run(Path(run) if run else None, runs).resolve()
     with locked(directory):
@@ -75,10 +76,11 @@ def run_to_resume(run: str, runs: Path) -> Path:
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Lock a run's directory against other meshes within the block.
+    """Lock a run directory against other meshes within the block.
 
-    The kernel releases the lock when this process ends for any reason. If the file system has no
-    locks, or the directory is not writable, a warning is logged and there is no lock.
+    The kernel releases the lock when this process ends for any reason. If the directory cannot be
+    locked (a file system without locks, or a read-only directory), the block runs without a lock
+    after a warning in the log.
 
     Raises: CallerError: FAILED_PRECONDITION: another process has locked the directory.
     """
@@ -101,7 +103,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 def find_run(run: Path | None, runs: Path = RUNS) -> Path:
     """Return the directory of a run.
 
-    Args:   run: its name under `runs`, or a path; None: the newest.
+    Args:   run: its name under `runs`, or a path; None: the newest run.
     Raises: CallerError: NOT_FOUND: there is no such directory, or no run at all.
     """
     if run is not None:
@@ -127,9 +129,10 @@ def find_run(run: Path | None, runs: Path = RUNS) -> Path:
 
 
 def bus_config(run: Path | None) -> BusConfig:
-    """Return the address of a mesh's bus and the mesh's account there.
+    """Return the address of a mesh's NATS server and the account to use there.
 
-    Without a run, they come from PHASELOOM_BUS_… if that is set, otherwise from the newest run.
+    If `run` is None, they come from PHASELOOM_BUS_URL, _USER and _PASSWORD if these are set,
+    otherwise from the newest run.
 
     Raises: CallerError: there is no run, or its credentials cannot be read.
     """
@@ -149,9 +152,9 @@ def bus_config(run: Path | None) -> BusConfig:
 
 @asynccontextmanager
 async def open_bus(settings: BusConfig, name: str) -> AsyncIterator[Bus]:
-    """Connect to the mesh's bus within the block.
+    """Connect to the NATS server of a mesh within the block.
 
-    Args: name: the connection's name in the server's list.
+    Args: name: name of the connection, which the server shows in its list.
     """
     client = await connect(
         settings.url,

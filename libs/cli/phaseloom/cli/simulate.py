@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     OptionsT = TypeVar("OptionsT", bound=Options)
 
 FILE_WIDTH = 240
-"""Width of a table that is written to a file or a pipe, in characters."""
+"""Width in characters of a table that goes to a file or a pipe."""
 
 
 def simulate(
@@ -38,17 +38,18 @@ def simulate(
     Parameters
     ----------
     scenario
-        Name of a paper's figure. Prints the command that runs it in a clone of the repository.
+        Name of a figure in a paper. Prints the command that reproduces it in a clone of the
+        repository.
     policy
-        Run only this placement policy; repeat it for several.
+        Simulate only this placement policy. Repeat the option for several.
     seed
-        Run with this seed instead of 0; repeat it for several.
+        Simulate with this seed instead of 0. Repeat the option for several.
     workload
         CSV file with one job per line; docs/simulator.md describes its columns.
     out
         Directory for the results.
     processes
-        Number of parallel runs; 0: one per core.
+        Number of parallel simulations; 0: one per core.
     """
     from phaseloom.simulator.comparison import workload as comparison
     from phaseloom.simulator.comparison.cases import Options
@@ -71,14 +72,14 @@ def run_and_show(
     options: OptionsT,
     out: Path,
 ) -> Report:
-    """Run a comparison with a progress bar, write its JSON and its picture, and print its table."""
+    """Run a comparison with a progress bar, print its table, and write its JSON and its picture."""
     from phaseloom.simulator.comparison.report import table, write
 
     options.check()
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = FILE_WIDTH
-    out.mkdir(parents=True, exist_ok=True)  # before the minutes that some take
+    out.mkdir(parents=True, exist_ok=True)  # fail here rather than after minutes of simulation
     with _bar(console) as progress:
         task = progress.add_task(name, total=None, what="")
 

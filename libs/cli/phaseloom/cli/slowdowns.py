@@ -1,9 +1,9 @@
 """`phaseloom measure-slowdown` measures how much slower work runs on a part of a device.
 
-Two processes of the worker, each with the backends of a small job, run every kind of sub-stage:
-alone on the whole device, alone on each share of it, and next to every other kind, on separate
-cores. A round measures everything once. Ratios are computed within a round, because the speed of a
-machine varies over time; the table has their medians.
+Two worker processes, each with the backends of a small job, run every kind of sub-stage in three
+ways: alone on the whole device, alone on each share of it, and next to every other kind, on
+separate cores. A round measures everything once. Ratios are computed within a round, because the
+speed of a machine varies over time. The resulting table has the medians over all rounds.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from phaseloom.common.process.slowdowns import SUB_STAGES, MeasureRequest, Measu
 
 WARM_UP_S = 0.1
 DISTURBED_RATIO = 1.25
-"""If the greatest slowdown exceeds the least by this factor over the rounds, another program
+"""A slowdown that varies over the rounds by more than this factor shows that another program
 disturbed the measurement."""
 MAX_UNITS_ALL_SHARES = 4
-"""With up to this many units, measure every share; with more, quarters and a single unit."""
+"""On devices with at most this many units (cores), measure every share. On larger ones, measure
+one unit and the quarters."""
 
 
 @dataclass
@@ -70,19 +71,19 @@ def measure_slowdown(
 ) -> None:
     """Measure how much slower each kind of work runs on a part of a device, and next to other work.
 
-    A round takes about 20 seconds on two cores; run nothing else meanwhile. The option
+    A round takes about 20 seconds on two cores. Run nothing else meanwhile. The option
     `--slowdowns` of `phaseloom up` and of `python -m loadtest simulate jigsaw-…` reads the file.
 
     Parameters
     ----------
     cores
-        Cores of the device, as `cores_per_device` of a node.
+        Number of cores of the device, like `cores_per_device` of a node.
     rounds
-        Number of times that everything is measured.
+        How many times to measure everything.
     seconds
-        Length of each measurement; use longer ones for larger models.
+        Length of each measurement. Larger models need longer ones.
     config
-        A model's config.json. Default: a model of 0.8 million parameters.
+        config.json of a model. Default: a model of 0.8 million parameters.
     out
         File to write.
     """
@@ -113,7 +114,7 @@ def measure_slowdown(
 
 
 def _check(cores: int, rounds: int, seconds: float, config: Path | None, out: Path) -> None:
-    """Refuse arguments that would otherwise fail only after minutes of measuring.
+    """Check all arguments first, so that none fails after minutes of measuring.
 
     Raises: CallerError: an argument is invalid; `field` names it.
     """
@@ -152,15 +153,18 @@ def _check(cores: int, rounds: int, seconds: float, config: Path | None, out: Pa
 
 
 def counts_of(units: int) -> list[int]:
-    """Return the numbers of units to measure, the whole device last."""
+    """Return the numbers of units to measure a kind on, in ascending order up to the whole
+    device."""
     if units <= MAX_UNITS_ALL_SHARES:
         return [*range(1, units + 1)]
     return sorted({1, units // 4, units // 2, 3 * units // 4, units})
 
 
 def splits_of(units: int) -> list[int]:
-    """Return the numbers of units for the first of two kinds; the second gets the remaining
-    ones."""
+    """Return the numbers of units for the first of two kinds that run at the same time.
+
+    The second kind gets the remaining units.
+    """
     counts = counts_of(units)
     return [count for count in counts if units - count in counts]
 
@@ -178,7 +182,7 @@ def steps(units: int) -> list[Step]:
 
 
 def table_of(rounds: Sequence[Round], units: int, source: str) -> SlowdownTable:
-    """Return the medians of the rounds' ratios."""
+    """Combine the rounds into a table: the medians of their ratios, with the spread."""
     kinds = {}
     for kind in SUB_STAGES:
         ratios_by_share = {
@@ -207,7 +211,8 @@ def _spread(ratios: Sequence[float]) -> tuple[float, float]:
 
 
 def disturbed_kinds(table: SlowdownTable) -> Iterator[tuple[str, tuple[float, float]]]:
-    """Yield kinds whose rounds differ too much for an idle machine, with their spread."""
+    """Yield each kind whose slowdown varies too much over the rounds, with its least and
+    greatest."""
     for name, kind in table.kinds.items():
         for low, high in kind.spread.values():
             if high > DISTURBED_RATIO * low:
@@ -216,7 +221,7 @@ def disturbed_kinds(table: SlowdownTable) -> Iterator[tuple[str, tuple[float, fl
 
 
 def tables(table: SlowdownTable) -> Iterator[Table]:
-    """Yield tables to print: slowdowns by share, then the throughput of two kinds side by side."""
+    """Yield two tables to print: slowdowns by share, and throughput of two kinds side by side."""
     shares = sorted(next(iter(table.kinds.values())).shares)
     alone = Table("slowdown alone", *(f"{share:.0%}" for share in shares))
     for name, kind in table.kinds.items():
@@ -234,7 +239,7 @@ def _shown(slowdown: float, spread: tuple[float, float] | None) -> str:
 
 
 class _Worker:
-    """A measuring process that exchanges lines of JSON with this one."""
+    """A measuring process, which receives requests and sends results as lines of JSON."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdin is not None
@@ -248,10 +253,10 @@ class _Worker:
         self._stdin.flush()
 
     def receive(self) -> MeasureResult:
-        """Return the process's next answer.
+        """Wait for the next result of the process.
 
-        Raises: CallerError: the model cannot be run. InternalError: the process has ended; the
-                reason is on standard error.
+        Raises: CallerError: the model cannot be run.
+                InternalError: the process has ended; its standard error has the reason.
         """
         line = self._stdout.readline()
         if not line:
@@ -273,7 +278,7 @@ def _measuring_worker(cores: int, config: Path | None) -> Iterator[_Worker]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        # Keeps a terminal's Ctrl-C away: this process ends the workers.
+        # A session of its own, so that Ctrl-C does not reach it: this process ends the workers.
         start_new_session=True,
     ) as process:
         try:
@@ -295,7 +300,7 @@ def _measure(
     workers[1].send(MeasureRequest(step.other, second_units, from_s, until_s))
     first, second = workers[0].receive().seconds, workers[1].receive().seconds
     current.beside[step.kind, len(first_units), step.other] = first
-    # If both have the same kind and number of units, the second adds no information.
+    # If both have the same kind and number of units, the second result adds no information.
     current.beside.setdefault((step.other, len(second_units), step.kind), second)
 
 

@@ -1,4 +1,4 @@
-"""`phaseloom state` shows what state each node holds, where, and how large it is."""
+"""`phaseloom state` shows which state each node stores, in which tier, and how large it is."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def state(
 async def _request_reports(
     settings: BusConfig, node: str
 ) -> dict[str, StatusReport | PhaseloomError]:
-    """Request the reports of one node, or of all nodes that are up.
+    """Request the status reports of one node, or of all nodes that are up.
 
     Raises: CallerError: NOT_FOUND: the node does not exist or is down.
     """
@@ -90,7 +90,7 @@ async def _report(bus: Bus, node: str) -> StatusReport | PhaseloomError:
 
 
 def headline(node: str, report: StatusReport) -> str:
-    """Format the usage of each of a node's tiers in one line."""
+    """Format the used and the total bytes of each tier of a node in one line."""
     devices = [
         f"device {number}: {_usage(used, budget)}"
         for number, (used, budget) in enumerate(
@@ -110,7 +110,7 @@ def headline(node: str, report: StatusReport) -> str:
 
 
 def _sharing(report: StatusReport) -> list[str]:
-    """Format the bytes that owners would use without sharing, and the bytes in use."""
+    """Format how many bytes the owners have in total, and how many are stored thanks to sharing."""
     if not report.held_bytes:
         return []
     ratio = report.owned_bytes / report.held_bytes
@@ -121,7 +121,7 @@ def _sharing(report: StatusReport) -> list[str]:
 
 
 def tables(report: StatusReport) -> list[Table]:
-    """Return tables of deployments, weights versions and shared copies, without empty ones."""
+    """Return the tables of deployments, weights versions and shared copies that have rows."""
     columns = ("inc.", "seq", "device", "host", "NVMe", "never on a device", "shared")
     deployments = Table(_names("deployment"), *columns, box=None)
     for deployment in report.deployments:
@@ -155,12 +155,12 @@ def tables(report: StatusReport) -> list[Table]:
 
 
 def _names(header: str) -> Column:
-    """Return a column that folds long names instead of cutting them: two may begin alike."""
+    """Return a column that folds long names. Cutting could make two names look equal."""
     return Column(header, overflow="fold")
 
 
 def _copy_name(copy: SharedCopyState) -> str:
-    """Name a shared copy by its version, its base, or the beginning of its hash."""
+    """Name a shared copy by its weights version, its base model, or the beginning of its hash."""
     if copy.version is not None:
         return str(copy.version)
     short_hash = copy.hash[:_HASH_CHARS] or "not hashed"
@@ -168,14 +168,15 @@ def _copy_name(copy: SharedCopyState) -> str:
 
 
 def _users(copy: SharedCopyState) -> list[str]:
-    """List each user once, with its number of ranks if it has several."""
+    """List each user of a shared copy once, with its number of ranks if it has several."""
     return [
         user if number == 1 else f"{user} ×{number}" for user, number in Counter(copy.users).items()
     ]
 
 
 def _on_device(deployment: DeploymentState) -> str:
-    """Format the bytes of a deployment's state on devices, plus those of its scratch memory."""
+    """Format the bytes of a deployment on devices: its state, plus its scratch memory if it has
+    any."""
     scratch = f" + {_size(deployment.scratch_bytes)}" if deployment.scratch_bytes else ""
     return _size(deployment.device_bytes) + scratch
 

@@ -1,9 +1,13 @@
-"""Checks a run's store before anything is decided on it, and recovers from a loss.
+"""Checks the store of a run before the mesh starts, and recovers from lost messages.
 
-A NATS server starts with any content of its files. Without any message, it drops a damaged block,
-skips a damaged entry, or continues from an older copy. Other records show what the store must
-contain: the decision log's entries are numbered without gaps, the scheduler's snapshot names its
-log entry, each node keeps a mark of the log's end, and the run keeps one for every stream.
+A NATS server starts with any content of its files. Without reporting it, the server drops a damaged
+block, skips a damaged entry, or continues from an older copy. Other records show what the store
+must contain:
+
+- The entries of the decision log are numbered without gaps.
+- The scheduler's snapshot names a log entry.
+- Each node records the end of the log.
+- The run directory records the end of every stream.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from phaseloom.scheduler.snapshots import Snapshots
 log = logging.getLogger(__name__)
 
 MARKS = "store-marks.json"
-"""Name of the file in a run's directory that records the newest sequence of each stream."""
+"""Name of the file in a run directory that records the newest sequence number of each stream."""
 _KEEP_EVERY_S = 1.0
 _LAG_PAUSE_S = 0.2
 _SESSIONS_SKIPPED = 2**20
@@ -41,9 +45,9 @@ _SESSIONS_SKIPPED = 2**20
 
 
 class StoreMarks:
-    """The newest sequence of each stream of a run, recorded on disk next to the store.
+    """The newest sequence number of each stream of a run, recorded on disk next to the store.
 
-    A mark may lag behind its stream by a second, but is never ahead of it.
+    A mark may be a second older than its stream, but is never ahead of it.
     """
 
     def __init__(self, file: Path) -> None:
@@ -69,7 +73,7 @@ class StoreMarks:
         sure_at_s = time.monotonic() + bus.lag_s
         while True:
             ends = await self._ends(bus)
-            # The decision log goes first: its error says how many decisions are lost.
+            # The decision log comes first, because its error says how many decisions are lost.
             in_order = sorted(self._marks.items(), key=lambda item: item[0] != SCHED)
             behind = [(s, mark, ends[s]) for s, mark in in_order if ends[s] < mark]
             if not behind:
@@ -82,7 +86,8 @@ class StoreMarks:
             self._marks = ends
 
     async def _ends(self, bus: Bus) -> dict[str, int]:
-        """Return the newest sequence of each stream, or 0 if it no longer exists.
+        """Return the newest sequence number of each stream, or 0 for a stream that no longer
+        exists.
 
         Raises: nats.errors.Error: a stream has no leader now, or the server does not answer.
         """
@@ -109,8 +114,8 @@ class StoreMarks:
             try:
                 await self.check(bus)
             except (NatsError, NatsTimeoutError):
-                continue  # the server is away
-            except OSError as error:  # the disk is full: the marks lag behind until there is room
+                continue  # the server does not answer now
+            except OSError as error:  # the disk is full; the marks stay behind until it has space
                 level = logging.DEBUG if is_reported else logging.WARNING
                 log.log(level, "%s cannot be written: %s", self._file, error.strerror)
                 is_reported = True
@@ -131,17 +136,17 @@ def _stream_went_back(stream: str, mark: int, end: int) -> ResourceError:
 
 
 def newest_mark(nodes: Path) -> int:
-    """Return the newest sequence of the decision log that a node has recorded, or 0.
+    """Return the highest sequence number of the decision log that any node has recorded, or 0.
 
-    Args: nodes: the directory with one directory for each node's state.
+    Args: nodes: the directory that contains one directory per node.
     """
     return max((read_mark(node) for node in nodes.glob("*/")), default=0)
 
 
 async def check_when_up(bus: Bus, marks: StoreMarks, known: int) -> LogExtent:
-    """Check the streams and the store of servers that have just started.
+    """Check the streams and the store of NATS servers that have just started.
 
-    Retries until they answer: servers that replicate streams need a while to elect leaders.
+    Retries until they answer: servers that replicate streams first have to elect leaders.
 
     Args, returns, raises: as for `check_store` and `StoreMarks.check`.
     """
@@ -152,13 +157,13 @@ async def check_when_up(bus: Bus, marks: StoreMarks, known: int) -> LogExtent:
 async def check_store(bus: Bus, known: int = 0) -> LogExtent:
     """Check that the decision log is complete and that all keys can be read.
 
-    Args:    known: a sequence that the log once had.
-    Returns: the extent of the log.
+    Args:    known: a sequence number that the log is known to have reached.
+    Returns: the first and last sequence number of the log.
     Raises:  ResourceError: DATA_LOSS: something is lost; the message says what.
     """
     extent = await bus.log.check()
     for bucket in Bucket:
-        if bucket is not Bucket.LEASES:  # they come and go by themselves
+        if bucket is not Bucket.LEASES:  # leases expire by themselves
             await _check_keys(bus, bucket)
     snapshot = await Snapshots(bus).load()
     if snapshot is not None:
@@ -177,7 +182,7 @@ async def check_store(bus: Bus, known: int = 0) -> LogExtent:
 
 
 async def _check_keys(bus: Bus, bucket: Bucket) -> None:
-    """Check that the server can read every key of a bucket.
+    """Check that the server can read the value of every key in a bucket.
 
     Raises: ResourceError: DATA_LOSS: the server lists a key but cannot read its value.
     """
@@ -193,8 +198,8 @@ async def _check_keys(bus: Bus, bucket: Bucket) -> None:
 async def end_sessions(bus: Bus) -> int:
     """End the session of every job, so that its controller must attach again.
 
-    A controller may know of operations that an older store does not have. Its requests are refused
-    (ABORTED), and `attach` tells it where the job stands.
+    A controller may have submitted operations that are missing in an older store. Its requests are
+    then refused (ABORTED), and `attach` returns the current state of the job.
 
     Returns: the number of jobs that had a session.
     """
@@ -211,11 +216,11 @@ async def end_sessions(bus: Bus) -> int:
 
 
 def set_aside(run_dir: Path) -> list[Path]:
-    """Move the state of a run's nodes aside, and delete the marks of its streams.
+    """Move the state of a run's nodes to another directory, and delete the marks of its streams.
 
-    Seals and weights versions that are newer than the store would be confused with those that jobs
-    will write again under the same names. Without its state, a node is like one that has lost its
-    disk: jobs fall back to their checkpoints.
+    Seals and weights versions that are newer than the store must not stay: jobs will write others
+    under the same names. A node without its state is like a node that has lost its disk, so jobs
+    fall back to their checkpoints.
 
     Returns: the new paths of the nodes' directories.
     """

@@ -4,11 +4,11 @@
         await mesh.ready()
 
 A child that ends is restarted with exponential back-off, a warning and a notice. Leaving the block
-stops everything in bounded time: the agents first, while the services that they report to still
-run, and the server last. If this process is killed instead, the kernel kills its children (see
+stops everything in bounded time: first the agents, then the services that they report to, and last
+the NATS server. If this process is killed instead, the kernel kills its children (see
 `diewithparent`), and ranks end with their agent.
 
-The run directory gets `logs/<service>.log`, `spans/`, `nats/` (the server's store),
+The run directory contains `logs/<service>.log`, `spans/`, `nats/` (the server's store),
 `credentials.json` and `certificates/` (readable to their owner only), `settings.json`, `mesh.json`
 (url, pids, metrics), and the nodes' disks.
 """
@@ -65,13 +65,13 @@ log = logging.getLogger(__name__)
 
 NATS = "nats"
 _STOP_TIMEOUT_S = 12.0
-"""Longer than the time after which a stopping service exits by force."""
+"""Longer than the time after which a stopping service forces its own exit."""
 _READY_TIMEOUT_S = 60.0
 _ROOM_PAUSE_S = 0.5
 _FULL_BYTES = 2**20
-"""The disk of a NATS server's store counts as full with less free space than this."""
+"""A disk with less free space than this counts as full."""
 _ROOM_BYTES = 2**26
-"""A full disk counts as usable again with at least this much free space."""
+"""A full disk counts as usable again once it has this much free space."""
 
 
 class Mesh:
@@ -103,8 +103,8 @@ class Mesh:
             credentials_file=self.run_dir / "credentials.json",
         )
         self.metrics_ports: dict[str, int] = {}
-        """Port of each service's `http://127.0.0.1:<port>/metrics`; empty without
-        `config.metrics`."""
+        """Service → port of its metrics, at `http://127.0.0.1:<port>/metrics`. Empty unless
+        `config.metrics` is set."""
         self._agents = {f"worker-{node.name}": node.name for node in config.nodes}
         """Process name of an agent → its node."""
         self._children: list[Child] = []
@@ -113,7 +113,7 @@ class Mesh:
         self._bus: Bus | None = None
         self._marks: StoreMarks | None = None
         self._begins_at = 1
-        """Sequence of this mesh's first entry in the decision log."""
+        """Sequence number of the first decision log entry of this mesh."""
 
     @property
     def url(self) -> str:
@@ -144,7 +144,7 @@ class Mesh:
             self._bus = await Bus.open(self.credentials.bus, "supervisor")
             stack.push_async_callback(self._bus.close)
             self._marks = await self._check_store(self._bus)
-            # Entries of an earlier run in this directory also report nodes as up.
+            # Earlier runs in this directory have entries too, which also report nodes as up.
             self._begins_at = await until_done(self._bus.log.end, "the log's end") + 1
             await self._register_models(self._bus)
             specs = child_specs(
@@ -170,10 +170,11 @@ class Mesh:
         await self._stack.aclose()
 
     async def _check_store(self, bus: Bus) -> StoreMarks:
-        """Check the store before anything is decided on it, and return its marks.
+        """Check the store before the services start, and return the marks of its streams.
 
         Raises: ResourceError: DATA_LOSS: the store has lost something. With `accepts_loss`, only if
-                the store cannot be used at all.
+                 the
+                    store cannot be used at all.
         """
         try:
             marks = StoreMarks(self.run_dir / MARKS)
@@ -190,7 +191,7 @@ class Mesh:
         return marks
 
     async def _register_models(self, bus: Bus) -> None:
-        """Register the models of the configuration.
+        """Register the models that the settings name.
 
         Raises: CallerError: a directory is not a model directory.
         """
@@ -204,8 +205,9 @@ class Mesh:
         await asyncio.shield(self._supervising)
 
     async def ready(self, timeout_s: float = _READY_TIMEOUT_S) -> None:
-        """Wait until every node is in the decision log, and the scheduler, a router, the gateway
-        and the console answer.
+        """Wait until all nodes are in the decision log and all services answer.
+
+        The services are the scheduler, a router, the gateway and the console.
 
         Raises: ResourceError: the timeout has passed; the message says what is missing.
         """
@@ -223,8 +225,11 @@ class Mesh:
             ) from None
 
     def pids(self, service: str = "") -> list[int]:
-        """Return the process ids of a service (`router`), of one replica (`router-0`), or of the
-        server (`nats`, or `nats-1` to `nats-3`). Without a name: all."""
+        """Return the ids of the processes with a name, or of all processes.
+
+        Args: service: a service (`router`), one replica (`router-0`), or a NATS server (`nats`, or
+                  `nats-1` to `nats-3`). Empty: all processes.
+        """
         child_pids = [
             child.process.pid
             for child in self._children
@@ -237,7 +242,7 @@ class Mesh:
         ]
 
     def kill(self, service: str, number: int = signal.SIGKILL) -> list[int]:
-        """Send a signal to a service's processes, as a crash or an operator would."""
+        """Send a signal to the processes of a service, to simulate a crash or an operator."""
         pids = self.pids(service)
         for pid in pids:
             with suppress(ProcessLookupError):  # it has just ended
@@ -245,7 +250,7 @@ class Mesh:
         return pids
 
     def lose(self, node: str) -> None:
-        """Kill a node's processes and do not restart them, as if the machine had failed."""
+        """Kill the processes of a node and do not restart them, as if the machine had failed."""
         for child in self._children:
             if child.spec.name in (f"worker-{node}", f"statemgr-{node}"):
                 child.kill()
@@ -269,14 +274,17 @@ class Mesh:
             marks.cancel()
 
     async def _keep_marks(self) -> None:
-        """Keep the marks of streams up to date. Ends the mesh if a restarted server has lost
-        messages."""
+        """Keep the marks of streams up to date.
+
+        An error ends the mesh: a restarted server has lost messages.
+        """
         assert self._bus is not None
         assert self._marks is not None
         await self._marks.keep(self._bus)
 
     async def _supervise_server(self, name: str, server: EmbeddedServer) -> None:
-        """Restart a server whenever it ends, until cancelled; clients reconnect by themselves."""
+        """Restart a NATS server whenever it ends, until cancelled. Clients reconnect by
+        themselves."""
         failures = 0
         while True:
             started_s = time.monotonic()
@@ -296,9 +304,10 @@ class Mesh:
             await self._report_restart(name, str(ended))
 
     async def _watch_disk(self, name: str, server: EmbeddedServer) -> None:
-        """Report when the disk of a server's store is full, and restart the server afterwards.
+        """Report when the disk of a server's store is full, and restart the server once it has
+        space.
 
-        A server that failed to write accepts nothing more until its restart, even with free space.
+        A server that failed to write refuses all messages until its restart, even with free space.
         """
         is_full = False
         while True:
@@ -324,7 +333,8 @@ class Mesh:
                     os.kill(server.pid, signal.SIGTERM)
 
     async def _stop(self) -> None:
-        """Stop the agents first, so that ranks end and permits are returned, then the others."""
+        """Stop the agents first, so that ranks end and permits are returned, then all other
+        children."""
         assert self._supervising is not None
         agents = [c for c in self._children if _is_named(c.spec.name, "worker")]
         remaining = [c for c in self._children if c not in agents]
@@ -342,7 +352,8 @@ class Mesh:
         if name in self._agents:
             assert self._bus is not None
             try:
-                # Its ranks have ended with it, so its successor need not wait for its lease.
+                # The ranks have ended with the agent, so the next agent need not wait for the old
+                # lease.
                 await delete_dead_lease(self._bus, node_lease_key(self._agents[name]))
             except (NatsError, NatsTimeoutError) as error:
                 log.warning("the lease of %s stays until it expires: %r", name, error)
@@ -351,7 +362,8 @@ class Mesh:
         assert self._bus is not None
         try:
             await self._bus.notice("supervisor", event, reason, subject)
-        except (NatsError, NatsTimeoutError) as error:  # the notice may be about the server itself
+        # the server may be the subject of the notice
+        except (NatsError, NatsTimeoutError) as error:
             log.warning("the notice could not be published: %r", error)
 
     def _write_state(self) -> None:
@@ -376,10 +388,11 @@ class Mesh:
 
 
 def socket_directory(run_dir: Path, nodes: Iterable[str]) -> Path:
-    """Create a directory for the nodes' Unix sockets.
+    """Create a directory for the Unix sockets of the nodes.
 
-    It is in the run directory, so that nothing remains elsewhere even after SIGKILL. If that path
-    is too long (a socket's path has at most 107 bytes), it is in the system's temporary directory.
+    It is inside the run directory, so that nothing remains elsewhere even after SIGKILL. If that
+    makes a path too long (sockets allow 107 bytes), it is in the system's temporary directory
+    instead.
     """
     longest = max(len(f"agent-{node}.sock".encode()) for node in nodes)
     inside_run = run_dir / "s"

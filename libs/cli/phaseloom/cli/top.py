@@ -41,7 +41,7 @@ _REFRESHES_PER_S = 2
 
 
 def top(*, run: Path | None = None, once: bool = False, console: Console | None = None) -> None:
-    """Watch the mesh: jobs, devices, queues, switches, notices. Ctrl-C ends it.
+    """Watch the mesh: jobs, devices, queues, switches, notices. Press Ctrl-C to end.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def top(*, run: Path | None = None, once: bool = False, console: Console | None 
         Run directory, or its name under runs/. Default: the mesh that PHASELOOM_BUS_URL, _USER and
         _PASSWORD name if they are set, otherwise the newest run under runs/.
     once
-        Print the table once and exit; to a file or a pipe, in its full width.
+        Print the table once and exit. In a file or a pipe it has its full width.
     """
     with suppress(KeyboardInterrupt):
         uvloop.run(_top(bus_config(run), once, console or Console()))
@@ -66,12 +66,12 @@ async def _top(settings: BusConfig, once: bool, console: Console) -> None:
 
 
 def show(dashboard: Dashboard, now_s: float, console: Console) -> None:
-    """Print the dashboard once; to a file or a pipe, in its full width."""
+    """Print the dashboard once. In a file or a pipe it has its full width."""
     print_whole(console, dashboard.render(now_s))
 
 
 async def catch_up(bus: Bus, dashboard: Dashboard) -> None:
-    """Feed the dashboard everything that is on the bus now."""
+    """Pass everything that is on the bus now to the dashboard."""
     end = await bus.log.end()
     if end:
         async with aclosing(bus.log.read_entries()) as entries:
@@ -125,7 +125,7 @@ async def _follow_notices(bus: Bus, dashboard: Dashboard) -> None:
 
 @dataclass(slots=True)
 class Dashboard:
-    """The present state of the mesh, and tables of it."""
+    """The current state of the mesh, and its display as tables."""
 
     _activity: Activity = field(default_factory=Activity)
     _executions: deque[Execution] = field(default_factory=deque)
@@ -137,7 +137,7 @@ class Dashboard:
     _num_operations: int = 0
 
     def accept(self, entry: LogEntry) -> None:
-        """Take the next entry of the decision log."""
+        """Process the next entry of the decision log."""
         match entry.event:
             case NodeUp(node=node, devices=devices):
                 self._devices[node] = len(devices)
@@ -152,7 +152,7 @@ class Dashboard:
         self._forget(entry.time_s)
 
     def view(self, key: str, payload: bytes | None) -> None:
-        """Take the changed view of a job; None: the view is gone."""
+        """Store the changed view of a job, or remove the view if the payload is None."""
         tenant, _, name = key.partition(".")
         if payload is None:
             self._views.pop(JobKey(tenant, name), None)
@@ -163,7 +163,7 @@ class Dashboard:
         self._notices.append(notice)
 
     def render(self, now_s: float) -> Group:
-        """Return the dashboard's tables as of now."""
+        """Return the dashboard's tables for the given time."""
         self._forget(now_s)
         return Group(
             Text(self._heading(), "bold"),

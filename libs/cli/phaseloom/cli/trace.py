@@ -1,6 +1,6 @@
 """`phaseloom trace OP` draws one operation's spans as a waterfall in the terminal.
 
-All functions but `trace` are pure.
+Only the function `trace` reads files and prints; the others are pure.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def trace(operation: str, /, *, run: Path | None = None, console: Console | None
     operation
         `<tenant>.<job>.<deployment>.<seq>`.
     run
-        Directory of the run, or its name under runs/. Default: the newest.
+        Run directory, or its name under runs/. Default: the newest run.
     """
     parse_operation_key(operation)
     directory = find_run(run) / "spans"
@@ -57,7 +57,7 @@ def trace(operation: str, /, *, run: Path | None = None, console: Console | None
 
 
 def render(operation: str, rows: Sequence[SpanRow], width: int) -> Text:
-    """Return the waterfall as text, `width` characters wide, with one time scale for all bars."""
+    """Return the waterfall as text, `width` characters wide. All bars have the same time scale."""
     begin_ns = min(row.span.start_unix_ns for row in rows)
     total_ns = max(row.span.end_unix_ns for row in rows) - begin_ns
     kind = next((k for row in rows if (k := row.span.attributes.get("kind"))), "operation")
@@ -81,9 +81,9 @@ def render(operation: str, rows: Sequence[SpanRow], width: int) -> Text:
 
 
 def bar(begin: int, end: int, scale: int, cells: int) -> str:
-    """Return a bar from `begin` to `end` on a scale of `whole`, precise to an eighth of a cell.
+    """Return a bar between two times on a scale, precise to an eighth of a character.
 
-    A bar is at least an eighth of a cell long, so that it is visible.
+    A bar is at least an eighth of a character long, so that it is visible.
     """
     if scale <= 0:
         return _EIGHTHS[8]

@@ -34,7 +34,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _overriding(field: str, kind: type[Struct] = MeshConfig, *, unless: str = "") -> Parameter:
-    """Document an option with the text of the mesh file's setting that it overrides."""
+    """Return help for an option: the description of the mesh file's setting that it overrides."""
     return Parameter(help=f"{config.description_of(kind, field)} Overrides the mesh file{unless}.")
 
 
@@ -62,24 +62,24 @@ def up(
     Parameters
     ----------
     mesh_file
-        TOML file with a table [mesh]: nodes, tenants, policies. Without it the mesh has one
-        emulated rollout device, one emulated train device and the tenant `demo`, or with --resume
-        the settings of the earlier run.
+        TOML file with a table [mesh]: nodes, tenants, policies. Default: with --resume, the
+        settings of the earlier run; otherwise one emulated rollout device, one emulated train
+        device and the tenant `demo`.
     runs
         Directory in which each run gets a directory for its logs, spans, credentials and the
-        server's store.
+        NATS server's store.
     console_port
-        Port of this machine for the console, a web page that shows the mesh; 0: no console. If it
-        is left out: the mesh file's port, or 8900, or any free port.
+        Port of this machine for the console, a web page that shows the mesh; 0: no console.
+        Default: the mesh file's port, or 8900, or any free port.
     resume
         Continue an earlier run in its directory, with its settings, jobs, checkpoints, keys and
-        gateway records. If you give a mesh file, it must keep the run's nodes, tenants and
-        checkpoint directory.
+        gateway records. A mesh file must then keep the run's nodes, tenants and checkpoint
+        directory.
     run
-        Run to resume, by name or path. Default: the newest.
+        Run to resume, by name or path. Default: the newest run.
     accept_loss
-        Resume although the server's store has lost its newest messages or is an older copy. State
-        on the nodes is set aside; jobs fall back to their checkpoints, and jobs without one fail.
+        Resume even if the NATS server's store has lost its newest messages or is an older copy. The
+        nodes' state is set aside: jobs fall back to their checkpoints, and jobs without one fail.
     """
     logging.basicConfig(
         stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s"
@@ -116,7 +116,7 @@ def load_settings(mesh_file: Path | None, earlier: Path | None, gateway: int = 0
     If they have no port for the console, choose a free one.
 
     Args: earlier: directory of the run to resume; None: start a new run.
-          gateway: port of the gateway by the command line; 0: not given.
+          gateway: port of the gateway on the command line; 0: not given.
     """
     earlier_settings = None
     if earlier is not None and mesh_file is None and not config.is_configured("mesh"):
@@ -125,7 +125,8 @@ def load_settings(mesh_file: Path | None, earlier: Path | None, gateway: int = 0
         settings = config.load(MeshConfig, "mesh", file=mesh_file)
         port = settings.console_port or _free_port(CONSOLE_PORT, gateway or settings.gateway_port)
         return replace(settings, console_port=port)
-    # Another program may use its port by now. A run without a port stays without a console.
+    # Another program may use the console's port by now. A run without a port stays without a
+    # console.
     gateway_port = gateway or earlier_settings.gateway_port
     return replace(
         earlier_settings,
@@ -155,7 +156,7 @@ async def _announce(mesh: Mesh) -> None:
 
 
 def greeting(mesh: Mesh) -> str:
-    """Explain how controllers connect, with lines to paste into a shell."""
+    """Describe how controllers connect, with lines to paste into a shell."""
     blocks = [
         f"to connect a controller of tenant {tenant}:\n"
         f"export PHASELOOM_URL={mesh.url}\n"
@@ -209,22 +210,23 @@ def _console(mesh: Mesh) -> list[str]:
 
 
 def _free_port(preferred: int, excluded: int) -> int:
-    """Return `wanted` if it is free, otherwise another free port that is not `taken`. 0 if the
-    console is not installed."""
+    """Return `wanted` if it is free, otherwise another free port except `taken`.
+
+    Returns 0 if the packages of the console are not installed.
+    """
     if missing(_CONSOLE_PACKAGES):
         return 0
     for port in (0,) if preferred == excluded else (preferred, 0):
-        # Without `reuse_port`, a port that another mesh's console uses is refused.
+        # Without `reuse_port`, binding fails if another mesh's console uses the port.
         with suppress(OSError), create_server(("127.0.0.1", port)) as listener:
             return int(listener.getsockname()[1])
     return 0
 
 
 def _check_ports(settings: MeshConfig) -> None:
-    """Refuse ports that cannot be served, before the mesh starts.
+    """Check before the mesh starts that its ports are free and the required packages installed.
 
-    Raises: CallerError: FAILED_PRECONDITION: another program uses a port, or required packages are
-        not installed.
+    Raises: CallerError: FAILED_PRECONDITION: another program uses a port, or packages are missing.
     """
     for field, port, packages in (
         ("mesh.gateway_port", settings.gateway_port, _GATEWAY_PACKAGES),
@@ -270,7 +272,7 @@ def with_policies(
     """Return the settings with the policies that the command line names.
 
     Raises: CallerError: a policy is unknown (the remedy lists the known ones), or the percentile is
-        not within 0 and 100.
+                not between 0 and 100.
     """
     settings = replace(
         settings,
