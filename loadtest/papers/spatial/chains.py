@@ -14,22 +14,22 @@ from phaseloom.scheduler.core.planning.chains import (
     WAIT,
     Chain,
     Pair,
+    PairProgress,
+    PairState,
     Policy,
-    Progress,
     Rates,
-    State,
     fair,
     greedy,
     lookahead,
 )
 
 
-def serial(pair: Pair, state: State, progress: Progress) -> Rates:
+def serial(pair: Pair, state: PairState, progress: PairProgress) -> Rates:
     """The first job to its end, then the second: nothing overlaps."""
     return (1.0, 0.0) if pair.stages(state)[0] is not None else (0.0, 1.0)
 
 
-def static(pair: Pair, state: State, progress: Progress) -> Rates:
+def static(pair: Pair, state: PairState, progress: PairProgress) -> Rates:
     """Half of the device for each, whether or not the other uses its half."""
     kinds = [stage.kind if stage else WAIT for stage in pair.stages(state)]
     halves = [0.0 if stage is None else 1.0 for stage in pair.stages(state)]
@@ -46,7 +46,7 @@ def static(pair: Pair, state: State, progress: Progress) -> Rates:
     return halves[0], halves[1]
 
 
-def rollouts(pair: Pair, state: State, progress: Progress) -> Rates:
+def rollouts(pair: Pair, state: PairState, progress: PairProgress) -> Rates:
     """Rollouts beside rollouts; all else has the device alone (as where only serving is shared)."""
     first, second = pair.stages(state)
     if first and second and WAIT not in (first.kind, second.kind):
@@ -56,7 +56,7 @@ def rollouts(pair: Pair, state: State, progress: Progress) -> Rates:
     return greedy(pair, state, progress)
 
 
-def operations(pair: Pair, state: State, progress: Progress) -> Rates:
+def operations(pair: Pair, state: PairState, progress: PairProgress) -> Rates:
     """What gets most done as far as whole operations tell, each taken for whichever of its
     sub-stages loses most: the decision where nobody knows which one runs."""
     first, second = pair.stages(state)
@@ -110,7 +110,7 @@ def run(pair: Pair, policy: Policy) -> Run:
     done_s = slowdowns = (0.0, 0.0)
     totals_s = pair.total_s
     while any(left > DONE_S for left in pair.remaining_s(state)):
-        rates = policy(pair, state, Progress(done_s, time_s))
+        rates = policy(pair, state, PairProgress(done_s, time_s))
         took_s, state = pair.advance(state, rates)
         time_s += took_s
         left_s = pair.remaining_s(state)

@@ -19,8 +19,8 @@ from phaseloom.scheduler.core.policies.baselines.ordering.sjf import sjf
 from phaseloom.scheduler.core.policies.device_view import (
     Candidate,
     DeviceView,
-    Member,
     Resident,
+    TurnMember,
     Wait,
     timeline,
 )
@@ -150,7 +150,7 @@ def views(draw: st.DrawFn) -> DeviceView:
         late_s=draw(st.sampled_from([103.0, 150.0, math.inf])),
         phase_until_s=draw(st.sampled_from([0.0, 110.0])),
     )
-    members = [Member(job, draw(st.sampled_from([0.0, 130.0]))) for job in "cabd"]
+    members = [TurnMember(job, draw(st.sampled_from([0.0, 130.0]))) for job in "cabd"]
     return DeviceView(
         now_s=100.0,
         candidates=candidates,
@@ -230,7 +230,7 @@ def test_every_candidate_is_chosen_within_a_bound(
                 now_s,
                 candidates,
                 Resident(holder, since_s, now_s) if holder else None,
-                members=[Member(job, 0.0) for job in [*jobs[last + 1 :], *jobs[: last + 1]]],
+                members=[TurnMember(job, 0.0) for job in [*jobs[last + 1 :], *jobs[: last + 1]]],
                 may_wait=True,
             )
         )
@@ -334,7 +334,7 @@ def test_anticipation_prefers_the_rival_to_an_operation_longer_than_leaving() ->
 def test_round_robin_waits_for_the_next_in_order() -> None:
     choose = ORDERING["round_robin"].choose
     a, c = made("a"), made("c", arrival_s=5.0)
-    members = [Member("b", 130.0), Member("c", 0.0), Member("a", 130.0)]
+    members = [TurnMember("b", 130.0), TurnMember("c", 0.0), TurnMember("a", 130.0)]
     answer = choose(DeviceView(100.0, [a, c], members=members, may_wait=True))
     assert answer == Wait(130.0, "b", answer.why)  # type: ignore[union-attr]
     assert choose(DeviceView(130.0, [a, c], members=members, may_wait=True)) is c, (
@@ -348,7 +348,7 @@ def test_round_robin_waits_for_the_next_in_order() -> None:
 def test_phase_is_not_broken_into(policy: str) -> None:
     choose = ORDERING[policy].choose
     going_on = made("a", arrival_s=99.0, continues=True)
-    members = [Member("b", 0.0), Member("a", 0.0)]
+    members = [TurnMember("b", 0.0), TurnMember("a", 0.0)]
     turn = resident_of(phase_until_s=110.0)
     assert choose(DeviceView(100.0, [RIVAL, going_on], turn, members, may_wait=True)) is going_on
     wait = choose(DeviceView(100.0, [RIVAL], turn, members, may_wait=True))

@@ -28,7 +28,7 @@ from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.placement import repack
 from phaseloom.scheduler.core.planning import admission
 from phaseloom.scheduler.core.planning.groups import group_of, join, leave
-from phaseloom.scheduler.core.planning.weave.candidates import candidate_of
+from phaseloom.scheduler.core.planning.weave.candidates import trial_member_of
 from phaseloom.scheduler.core.planning.weave.period import is_overloaded
 from phaseloom.scheduler.core.policies.registry import PLACEMENT
 from phaseloom.scheduler.core.state.cluster import (
@@ -411,8 +411,8 @@ def test_what_a_job_may_take_goes_by_its_iterations_as_they_were() -> None:
     assert member.alone_s == pytest.approx(took_s)
     longer = Cycle(20.0, [Segment("rollout", 0, 12.0), Segment("train", 12.0, 8.0)])
     world.feed(trace("a", longer, drift=1.0))
-    candidate = candidate_of(world.core.state.cluster, member)
-    assert candidate.left == 5
+    candidate = trial_member_of(world.core.state.cluster, member)
+    assert candidate.num_left == 5
     assert candidate.budget_s < 2.0 * (took_s + 5 * 20.0) < 2.0 * 10 * 20.0
 
 

@@ -17,8 +17,8 @@ from phaseloom.scheduler.core.planning import timeline
 from phaseloom.scheduler.core.planning.timeline import (
     HORIZON_SLOTS,
     RING,
-    Demand,
     Ring,
+    SlotCycle,
     Slots,
     slots_in,
     smallest_shift,
@@ -67,11 +67,11 @@ def test_footprint_of_a_period_that_does_not_divide_the_ring_comes_out_even() ->
 
 
 def test_footprint_goes_on_past_the_wrap() -> None:
-    twice = Demand(2, {"t": ((8, 6),)})
+    twice = SlotCycle(2, {"t": ((8, 6),)})
     assert slots_of(SMALL_RING.footprint(twice, "t", 0)) == between((8, 14), (28, 34))
     around = SMALL_RING.footprint(twice, "t", 10)
     assert slots_of(around) == between((0, 4), (18, 24), (38, 40))
-    always = SMALL_RING.footprint(Demand(1, {"t": ((0, 99),)}), "t", 10)
+    always = SMALL_RING.footprint(SlotCycle(1, {"t": ((0, 99),)}), "t", 10)
     assert slots_of(always) == between((0, SLOTS))
     assert SMALL_RING.footprint(twice, "r", 0) == 0
     assert SMALL_RING.demand(Cycle(1e6, [])).num_periods == 1

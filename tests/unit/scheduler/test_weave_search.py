@@ -16,9 +16,9 @@ from phaseloom.scheduler.core.planning import groups
 from phaseloom.scheduler.core.planning.weave.candidates import (
     MOVE_S,
     RESERVE,
-    candidate_of,
     holds,
     shape,
+    trial_member_of,
 )
 from phaseloom.scheduler.core.planning.weave.fifo import late_shares, worst_iterations_s
 from phaseloom.scheduler.core.planning.weave.period import timing_of
@@ -61,20 +61,20 @@ def test_the_budget_is_what_the_slo_leaves_of_a_life() -> None:
     cluster = empty()
     cluster.now_s = 2000.0
     member = lived(job("a", 60, 40, 1.5, iterations=100), 10, 1900.0)
-    candidate = candidate_of(cluster, member)
-    assert candidate.left == 90
+    candidate = trial_member_of(cluster, member)
+    assert candidate.num_left == 90
     assert candidate.budget_s == pytest.approx(150 * 100 - 1900)
     member.began_s = 1950.0
-    assert candidate_of(cluster, member).budget_s == pytest.approx(150 * 100 - 1900 - MOVE_S)
+    assert trial_member_of(cluster, member).budget_s == pytest.approx(150 * 100 - 1900 - MOVE_S)
 
 
 def test_an_iteration_under_way_counts_once_it_is_overdue() -> None:
     cluster = empty()
     member = lived(job("a", 60, 40, 1.5, iterations=100), 10, 1000.0)
     cluster.now_s = 1150.0
-    assert candidate_of(cluster, member).budget_s == pytest.approx(150 * 100 - 1000)
+    assert trial_member_of(cluster, member).budget_s == pytest.approx(150 * 100 - 1000)
     cluster.now_s = 1700.0
-    assert candidate_of(cluster, member).budget_s == pytest.approx(150 * 100 - 1500)
+    assert trial_member_of(cluster, member).budget_s == pytest.approx(150 * 100 - 1500)
 
 
 def test_what_was_saved_alone_may_be_spent_beside_others() -> None:
@@ -93,22 +93,22 @@ def test_what_was_saved_alone_may_be_spent_beside_others() -> None:
 def test_a_job_that_is_lost_to_its_slo_is_not_starved() -> None:
     cluster = empty()
     member = lived(job("late", 60, 40, 1.1, iterations=100), 90, 30_000.0)
-    assert candidate_of(cluster, member).budget_s == pytest.approx(10 * 110)
+    assert trial_member_of(cluster, member).budget_s == pytest.approx(10 * 110)
 
 
 def test_a_job_of_unknown_length_spends_nothing_in_advance() -> None:
     cluster = empty()
     member = lived(job("open", 60, 40, 1.5), 100, 10_000.0)
-    candidate = candidate_of(cluster, member)
-    assert candidate.budget_s == pytest.approx(150 * candidate.left)
+    candidate = trial_member_of(cluster, member)
+    assert candidate.budget_s == pytest.approx(150 * candidate.num_left)
 
 
 def test_a_job_that_drifts_keeps_a_reserve_within_what_it_may_spend() -> None:
     for slo, keeps_s in ((1.5, (1.5 - RESERVE) * 100), (1.02, 100.0)):
         member = lived(job("a", 60, 40, slo, iterations=100), 10, 1000.0 * slo)
-        assert candidate_of(empty(), member).budget_s == pytest.approx(90 * slo * 100)
+        assert trial_member_of(empty(), member).budget_s == pytest.approx(90 * slo * 100)
         member.has_drifted = True
-        assert candidate_of(empty(), member).budget_s == pytest.approx(90 * keeps_s)
+        assert trial_member_of(empty(), member).budget_s == pytest.approx(90 * keeps_s)
 
 
 def punctual(percentile: float) -> Cluster:
@@ -120,12 +120,12 @@ def punctual(percentile: float) -> Cluster:
 def test_a_percentile_leaves_a_job_so_many_late_iterations() -> None:
     member = lived(job("a", 60, 40, 1.5, iterations=100), 40, 4000.0)
     member.num_late = 2
-    assert candidate_of(punctual(0.0), member).late == inf
-    assert candidate_of(punctual(95.0), member).late == pytest.approx(3.0)
+    assert trial_member_of(punctual(0.0), member).late == inf
+    assert trial_member_of(punctual(95.0), member).late == pytest.approx(3.0)
     member.num_late = 7
-    late = candidate_of(punctual(95.0), member).late
+    late = trial_member_of(punctual(95.0), member).late
     assert late == pytest.approx(0.05 * 60), "it is lost, and the job is not to be starved"
-    assert candidate_of(punctual(95.0), job("b", 60, 40, 0.0, iterations=100)).late == inf
+    assert trial_member_of(punctual(95.0), job("b", 60, 40, 0.0, iterations=100)).late == inf
 
 
 def test_what_was_saved_alone_is_not_spent_on_late_iterations() -> None:
@@ -156,7 +156,7 @@ def test_a_group_that_holds_is_late_no_more_often_than_its_percentile(
     members = [job(f"j{i}", r, t, slo, iterations=200) for i, (r, t) in enumerate(phases)]
     for member in members:
         member.nodes = {"rollout": [NodeId("r000")], "train": [NodeId("t000")]}
-    group = tuple(candidate_of(cluster, member) for member in members)
+    group = tuple(trial_member_of(cluster, member) for member in members)
     if holds(group, 0.0, is_changed=True):
         allowed_s = tuple(candidate.timing.allowed_s for candidate in group)
         for share in late_shares(shape(group), 0.0, allowed_s):
@@ -183,16 +183,16 @@ def test_a_group_must_hold_after_every_departure() -> None:
             for i in range(3)
         ]
         candidates = tuple(
-            candidate_of(empty(), member)._replace(nodes=(f"n{draws.randrange(2)}",))
+            trial_member_of(empty(), member)._replace(nodes=(f"n{draws.randrange(2)}",))
             for member in members
         )
         settled_s = worst_iterations_s(shape(candidates), 0.0)
         exact = tuple(
-            candidate._replace(budget_s=(mean_s + 1e-3) * candidate.left)
+            candidate._replace(budget_s=(mean_s + 1e-3) * candidate.num_left)
             for candidate, mean_s in zip(candidates, settled_s, strict=True)
         )
         worse = any(
-            mean_s > candidate.budget_s / candidate.left
+            mean_s > candidate.budget_s / candidate.num_left
             for k in range(3)
             for part in [exact[:k] + exact[k + 1 :]]
             for mean_s, candidate in zip(worst_iterations_s(shape(part), 0.0), part, strict=True)
@@ -345,7 +345,7 @@ def test_the_best_place_is_that_of_a_search_through_all(rows: list[dict[str, Any
     for member in before:
         place(cluster, member)
     state = search_state_of(cluster)
-    candidate = candidate_of(cluster, newcomer)
+    candidate = trial_member_of(cluster, newcomer)
     worths = []
     for group in state.groups.values():
         for nodes in {(node,) for other in group for node in other.nodes} | {("+",)}:

@@ -34,10 +34,10 @@ from phaseloom.scheduler.core.planning.chains import (
     WAIT,
     Chain,
     Pair,
-    Progress,
+    PairProgress,
+    PairState,
     Rates,
     Stage,
-    State,
 )
 from phaseloom.scheduler.core.policies.sharing_view import MARGIN
 from phaseloom.simulator.tables import PAPER_TABLE, TWO_CORES_TABLE
@@ -175,7 +175,7 @@ def deciding_by(believed: SlowdownTable, true: Pair) -> float:
     as live meshes decide."""
     belief = Pair(true.first, true.second, believed)
 
-    def policy(pair: Pair, state: State, progress: Progress) -> Rates:
+    def policy(pair: Pair, state: PairState, progress: PairProgress) -> Rates:
         options, offered = pair.options(state), belief.options(state)
         wanted = offered.index(POLICIES["operations"](belief, state, progress))
         # Where one of the tables has no room for both, the last choice is one of the two alone.

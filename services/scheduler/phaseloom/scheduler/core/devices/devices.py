@@ -13,7 +13,7 @@ from phaseloom.common.contract.ids import NodeId, OperationKey
 from phaseloom.common.contract.specs import CommandId, Residency
 from phaseloom.scheduler.core.state.activation import NOT_TOLD_S
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.node import Expected, Node, Pace, Phase, Share, Slot
+from phaseloom.scheduler.core.state.node import Expected, Node, Pace, Share, Slot, SlotPhase
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.tree import State
 
@@ -86,11 +86,11 @@ def victims(step: Step, slot: Slot, newcomer: Deployment) -> list[Deployment]:
         staying = [d for d in residents if d.job_name == newcomer.job_name]
     staying.sort(key=lambda d: d.name in runs)
     used = newcomer.wpg.state_bytes + sum(d.wpg.state_bytes for d in staying)
-    for other in staying:
+    for resident in staying:
         if used <= node.devices[slot.device].memory_bytes:
             break
-        leaving.append(other)
-        used -= other.wpg.state_bytes
+        leaving.append(resident)
+        used -= resident.wpg.state_bytes
     return leaving
 
 
@@ -304,7 +304,7 @@ def serve(step: Step, slot: Slot, job: str, kind: str, *, continues: bool) -> No
     Args: continues: whether it continues the slot's current phase. If not, it starts another.
     """
     if not continues:
-        slot.phase = Phase(job, began_s=step.now_s)
+        slot.phase = SlotPhase(job, began_s=step.now_s)
     if kind not in slot.phase.kinds:
         slot.phase.kinds.append(kind)
     slot.served[job] = step.sequence
@@ -314,7 +314,7 @@ def set_released(slot: Slot, is_released: bool) -> None:
     """Record that the holder of a slot has ended its phase, or has started one."""
     slot.is_released = is_released
     if is_released:
-        slot.phase = Phase()
+        slot.phase = SlotPhase()
 
 
 def note_round(slot: Slot, job: str, number: int) -> None:
@@ -332,8 +332,8 @@ def note_timer(slot: Slot, timer: str) -> None:
 
 def free_units(step: Step, slot: Slot) -> list[int]:
     """Compute units of a slot's device that belong to no share."""
-    taken = {unit for share in slot.shares for unit in share.units}
-    return [unit for unit in range(units_of(step.state, slot)) if unit not in taken]
+    used = {unit for share in slot.shares for unit in share.units}
+    return [unit for unit in range(units_of(step.state, slot)) if unit not in used]
 
 
 def give_share(slot: Slot, deployment: Deployment, units: list[int]) -> None:
@@ -343,10 +343,10 @@ def give_share(slot: Slot, deployment: Deployment, units: list[int]) -> None:
     slot.shares.append(Share(deployment.name, units))
 
 
-def ask_back(share: Share, kept: list[int], command: CommandId) -> None:
+def ask_back(share: Share, units: list[int], command: CommandId) -> None:
     """Record that a share was requested to keep only these units. It may use the others until it
     confirms."""
-    share.asked = kept
+    share.asked = units
     share.command = command
 
 
@@ -362,7 +362,7 @@ def grow(share: Share, units: list[int]) -> None:
     share.asked, share.command = [], None
 
 
-def set_pace(share: Share, now_s: float, stage: str, company: str, speed: float) -> None:
+def set_pace(share: Share, now_s: float, stage: str, neighbours: str, speed: float) -> None:
     """Record the current neighbours of a share's deployment and its speed according to the table.
 
     Args: stage: the kind of sub-stage that it is in.
@@ -370,9 +370,9 @@ def set_pace(share: Share, now_s: float, stage: str, company: str, speed: float)
     """
     if share.pace is None:
         share.pace = Pace(stage, now_s, now_s, len(share.units))
-    elif (share.pace.company, share.pace.speed) != (company, speed):
+    elif (share.pace.company, share.pace.speed) != (neighbours, speed):
         pass_time(share, now_s)
-    share.pace.company, share.pace.speed = company, speed
+    share.pace.company, share.pace.speed = neighbours, speed
     share.pace.least_units = min(share.pace.least_units, len(share.units))
 
 

@@ -34,18 +34,18 @@ def in_order(state: State, slot: Slot, jobs: Iterable[str]) -> list[str]:
     return sorted(positions, key=positions.__getitem__)
 
 
-def began(step: Step, deployment: Deployment, here: list[Slot]) -> None:
+def began(step: Step, deployment: Deployment, slots: list[Slot]) -> None:
     """Record that a phase of a deployment starts on its devices."""
     state, name = step.state, deployment.job_name
     progress = state.jobs[name].progress
-    number = max([_round(state, slot, name) for slot in here])
+    number = max([_round(state, slot, name) for slot in slots])
     # Jobs that take turns are at most one round apart: a job that trains late in a round may start
     # its rollout of that round after an early one has started the next. Phases that remain of a
     # round keep their position.
     if number > progress.round and number < (latest := _latest(state, name)) - 1:
         number = latest
     progress.enter_round(number)
-    for slot in here:
+    for slot in slots:
         note_round(slot, name, number)
 
 
@@ -58,25 +58,25 @@ def iterated(step: Step, deployment: Deployment) -> None:
     other jobs would wait for it.
     """
     job = deployment.job_name
-    here = slots_of(step, deployment)
-    number = max((slot.rounds.get(job, NOWHERE) for slot in here), default=NOWHERE)
-    for other in step.deployments_of(step.job_of(deployment)):
-        for slot in slots_of(step, other):
-            if other.name in slot.placed and slot.rounds.get(job, NOWHERE) < number:
+    slots = slots_of(step, deployment)
+    number = max((slot.rounds.get(job, NOWHERE) for slot in slots), default=NOWHERE)
+    for sibling in step.deployments_of(step.job_of(deployment)):
+        for slot in slots_of(step, sibling):
+            if sibling.name in slot.placed and slot.rounds.get(job, NOWHERE) < number:
                 note_round(slot, job, number)
 
 
 def _places(state: State, jobs: Iterable[str]) -> dict[str, int]:
     """Index of each job in the order of its group. `NOWHERE` if it has left the group."""
     cluster = state.cluster
-    found: dict[str, int] = {}
+    indices: dict[str, int] = {}
     order: dict[str, int] = {}
     for job in jobs:
         group = cluster.groups.get(cluster.placed.get(job, ""))
         if group is not None and job not in order:
             order = {member: place for place, member in enumerate(group.members)}
-        found[job] = order.get(job, NOWHERE)
-    return found
+        indices[job] = order.get(job, NOWHERE)
+    return indices
 
 
 def _round(state: State, slot: Slot, job: str) -> int:

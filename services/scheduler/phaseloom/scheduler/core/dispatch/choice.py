@@ -38,9 +38,9 @@ from phaseloom.scheduler.core.dispatch import ready, tails
 from phaseloom.scheduler.core.policies.device_view import (
     Candidate,
     DeviceView,
-    Member,
     Ordering,
     Resident,
+    TurnMember,
     Wait,
 )
 from phaseloom.scheduler.core.policies.registry import ORDERING
@@ -296,7 +296,7 @@ def _has_alternative(step: Step, slot: Slot, option: Option, policy: Ordering) -
     return holder in slot.expected or (job is not None and bool(job.controller.phases))
 
 
-def _members(step: Step, slot: Slot, options: Sequence[Option], may_wait: bool) -> list[Member]:
+def _members(step: Step, slot: Slot, options: Sequence[Option], may_wait: bool) -> list[TurnMember]:
     """The jobs of the device in round-robin order.
 
     If the policy may wait, the list ends with the first job that has an option: the policy looks no
@@ -308,15 +308,15 @@ def _members(step: Step, slot: Slot, options: Sequence[Option], may_wait: bool) 
         by_job.setdefault(deployment.job_name, []).append(deployment)
     by_position = round_robin.in_order(step.state, slot, by_job)
     if not may_wait:
-        return [Member(job, 0.0) for job in by_position]
+        return [TurnMember(job, 0.0) for job in by_position]
     ready_jobs = {deployment.job_name for deployment, _ in options}
     since_s = max(slot.idle_since_s, min(op.ready_s for _, op in options))
     members = []
     for job in by_position:
         if job in ready_jobs:
-            members.append(Member(job, 0.0))
+            members.append(TurnMember(job, 0.0))
             break
-        members.append(Member(job, _awaited_until_s(step, job, by_job, since_s)))
+        members.append(TurnMember(job, _awaited_until_s(step, job, by_job, since_s)))
     return members
 
 

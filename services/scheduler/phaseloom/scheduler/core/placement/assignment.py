@@ -249,8 +249,8 @@ def room_for(step: Step, job: Job, spec: DeploymentSpec) -> list[RankAssignment]
     """
     cluster = step.state.cluster
     needs = groups.needs_of([spec])
-    asked = Member(job=str(job.key), slo=0.0, needs=needs)
-    nowhere = admission.fits_nowhere(cluster, asked)
+    extra = Member(job=str(job.key), slo=0.0, needs=needs)
+    nowhere = admission.fits_nowhere(cluster, extra)
     if isinstance(nowhere, Waits):
         return ErrorInfo(
             Code.UNAVAILABLE,
@@ -266,8 +266,8 @@ def room_for(step: Step, job: Job, spec: DeploymentSpec) -> list[RankAssignment]
             remedy=nowhere.error.remedy,
         )
     group = groups.group_of(cluster, str(job.key))
-    own = group.members[str(job.key)].nodes.get(spec.pool, [])
-    among = admission.nodes_among(cluster, group, asked, first=own, beside=True)
+    job_nodes = group.members[str(job.key)].nodes.get(spec.pool, [])
+    among = admission.nodes_among(cluster, group, extra, first=job_nodes, beside=True)
     if among is None:
         return ErrorInfo(
             Code.RESOURCE_EXHAUSTED,
@@ -333,10 +333,10 @@ def describe(step: Step, job: Job) -> str:
     group = cluster.groups[name]
     member = group.members[str(job.key)]
     nodes = sorted(member.nodes.items())
-    where = "; ".join(f"{pool}: {', '.join(names)}" for pool, names in nodes)
-    why = f" (reason when placed: {job.why_here})" if job.why_here else ""
+    place = "; ".join(f"{pool}: {', '.join(names)}" for pool, names in nodes)
+    reason = f" (reason when placed: {job.why_here})" if job.why_here else ""
     measured = "" if member.cycle else ", its cycle is being measured"
-    return f"group {name}, {where}{_others(job, group.members)}{why}{measured}"
+    return f"group {name}, {place}{_others(job, group.members)}{reason}{measured}"
 
 
 def _note_peers(step: Step, group: Group) -> None:
@@ -350,9 +350,11 @@ def _others(job: Job, members: Collection[str]) -> str:
     if len(members) > _MAX_NAMED:
         return f", with {_MAX_NAMED} or more other jobs"
     prefix = f"{job.key.tenant}."
-    own = [m.removeprefix(prefix) for m in members if m.startswith(prefix) and m != str(job.key)]
+    own_tenant = [
+        m.removeprefix(prefix) for m in members if m.startswith(prefix) and m != str(job.key)
+    ]
     num_foreign = sum(not m.startswith(prefix) for m in members)
-    named = [*own, *([f"{num_foreign} of other tenants"] if num_foreign else [])]
+    named = [*own_tenant, *([f"{num_foreign} of other tenants"] if num_foreign else [])]
     return f", with {', '.join(named)}" if named else ", alone"
 
 

@@ -67,14 +67,14 @@ def _refusal(step: Step, node: Node | None, event: NodeDrainRequested) -> ErrorI
 
 
 def _close(step: Step, node: Node, why: Closing) -> None:
-    known = step.state.closing.get(node.node)
-    was_drained = known is not None and known.is_drained
+    leave = step.state.closing.get(node.node)
+    was_drained = leave is not None and leave.is_drained
     is_asked = why is Closing.DRAIN
     if is_asked and not was_drained:
         step.notify("node draining", "on request", node.node)
-    if known is not None and (is_asked or known.why is why):
+    if leave is not None and (is_asked or leave.why is why):
         if is_asked:
-            known.is_drained = True
+            leave.is_drained = True
         return
     step.state.close_node(node.node, Leave(why, is_drained=was_drained or is_asked))
     step.follow_up(FollowUp.PLACE)
@@ -100,7 +100,7 @@ def _undo(step: Step, node: Node) -> None:
         step.follow_up(FollowUp.PLACE)
 
 
-def missed(step: Step, what: str, name: str, revision: int) -> None:
+def missed(step: Step, closing: str, name: str, revision: int) -> None:
     """Close a node if it has been away since this timer was set.
 
     Args: what: the `Closing` for which the timer was set.
@@ -109,8 +109,8 @@ def missed(step: Step, what: str, name: str, revision: int) -> None:
     if node is None or node.is_up or node.revision != revision:
         return
     leave = step.state.closing.get(node.node)
-    if what == Closing.GONE or leave is None or leave.why is Closing.DRAIN:
-        _close(step, node, Closing(what))
+    if closing == Closing.GONE or leave is None or leave.why is Closing.DRAIN:
+        _close(step, node, Closing(closing))
 
 
 def go_on(step: Step) -> None:
@@ -180,18 +180,18 @@ def _write_off(step: Step, node: NodeId) -> None:
 
 def _leave(step: Step, job: Job, node: NodeId, why: Closing) -> None:
     """Move a job's deployments off the node if other nodes have room."""
-    there = [
+    deployments = [
         deployment
         for deployment in step.deployments_of(job)
         if any(assigned.node == node for assigned in deployment.destination)
         and deployment.wpg.state is not WpgState.STOPPED
     ]
-    if not there:
+    if not deployments:
         assignment.repin(step, job)
         return
-    if why is Closing.AWAY and not all(_needs_no(node, deployment) for deployment in there):
+    if why is Closing.AWAY and not all(_needs_no(node, deployment) for deployment in deployments):
         return
-    if not _leave_within_group(step, job, node, there):
+    if not _leave_within_group(step, job, node, deployments):
         _leave_group(step, job, node)
 
 
@@ -200,22 +200,22 @@ def _needs_no(node: NodeId, deployment: Deployment) -> bool:
     return all(set(holders.nodes_with_part(deployment, index)) - {node} for index in parts)
 
 
-def _leave_within_group(step: Step, job: Job, node: NodeId, there: list[Deployment]) -> bool:
+def _leave_within_group(step: Step, job: Job, node: NodeId, deployments: list[Deployment]) -> bool:
     """Move a job's deployments to other nodes of its group, or to free nodes that join it."""
     cluster = step.state.cluster
     group = groups.group_of(cluster, str(job.key))
     member = group.members[str(job.key)]
     pool = cluster.hosts[node].pool
-    others = [name for name in member.nodes[pool] if name != node]
-    asked = Member(job=member.job, slo=0.0, needs={pool: member.needs[pool]})
-    among = admission.nodes_among(cluster, group, asked, first=others)
+    remaining = [name for name in member.nodes[pool] if name != node]
+    need = Member(job=member.job, slo=0.0, needs={pool: member.needs[pool]})
+    among = admission.nodes_among(cluster, group, need, first=remaining)
     if among is None:
         return False
-    chosen = [*others, *(name for name in among[pool] if name not in others)]
+    chosen = [*remaining, *(name for name in among[pool] if name not in remaining)]
     released = groups.repin(cluster, member.job, member.needs, {**member.nodes, pool: chosen})
     assignment.note_free(step, released)
     step.notify("job moved", f"moved off {node} to {', '.join(chosen)}", member.job)
-    for deployment in there:
+    for deployment in deployments:
         wpgs.move(step, deployment, assignment.assign(step, deployment.spec, member))
     for name in group.members:
         step.job_changed(name)

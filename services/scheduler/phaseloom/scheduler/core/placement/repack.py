@@ -52,14 +52,14 @@ def traced(step: Step, trace: PhaseTrace) -> None:
     if cycle is None or name not in step.state.cluster.placed:
         return
     group = groups.group_of(step.state.cluster, name)
-    known = group.members[name].cycle
-    if known is None:
+    known_cycle = group.members[name].cycle
+    if known_cycle is None:
         groups.set_cycle(step.state.cluster, name, cycle)
         _profiled(step, job)
     elif _has_changed(step, group, group.members[name], trace):
-        _drifted(step, job, _with_share(cycle, known))
-    elif cycle.num_optim_steps != known.num_optim_steps:
-        recounted = replace(known, num_optim_steps=cycle.num_optim_steps)
+        _drifted(step, job, _with_share(cycle, known_cycle))
+    elif cycle.num_optim_steps != known_cycle.num_optim_steps:
+        recounted = replace(known_cycle, num_optim_steps=cycle.num_optim_steps)
         groups.set_cycle(step.state.cluster, name, recounted)
     else:
         return
@@ -71,12 +71,12 @@ def traced(step: Step, trace: PhaseTrace) -> None:
 def _has_changed(step: Step, group: Group, member: Member, trace: PhaseTrace) -> bool:
     """Whether a trace shows that the job's own cycle has changed, beyond the slowdown by its
     neighbours."""
-    known = member.cycle
-    assert known is not None
+    known_cycle = member.cycle
+    assert known_cycle is not None
     slowdown = company.most_slowdown(step.state.cluster, group, member)
-    if slowdown > 1 and known.period_s <= trace.period_s <= slowdown * known.period_s:
+    if slowdown > 1 and known_cycle.period_s <= trace.period_s <= slowdown * known_cycle.period_s:
         return False
-    return bool(trace.drift) or trace.period_s > known.worst_period_s
+    return bool(trace.drift) or trace.period_s > known_cycle.worst_period_s
 
 
 def iterated(step: Step, key: JobKey) -> None:
@@ -107,13 +107,13 @@ def _drifted(step: Step, job: Job, cycle: Cycle) -> None:
     step.follow_up(FollowUp.REPLAN)
 
 
-def _with_share(cycle: Cycle, known: Cycle) -> Cycle:
+def _with_share(cycle: Cycle, before: Cycle) -> Cycle:
     """Scale the worst case of a changed cycle in proportion to its usual duration.
 
     The measured worst case may stem from iterations before the change, and the usual duration of
     few iterations may be chance.
     """
-    share = known.worst_period_s / known.period_s
+    share = before.worst_period_s / before.period_s
     segments = [replace(s, worst_s=share * s.duration_s) for s in cycle.segments]
     return replace(cycle, segments=segments)
 
@@ -132,8 +132,8 @@ def _profiled(step: Step, job: Job) -> None:
 def _is_overloaded(step: Step, group: Group) -> bool:
     """Whether a group is overloaded, by the rule of its placement policy."""
     cluster = step.state.cluster
-    own = assignment.policy_of(step).is_overloaded
-    return own(cluster, group) if own else is_overloaded(group, cluster.limits.switch_s)
+    rule = assignment.policy_of(step).is_overloaded
+    return rule(cluster, group) if rule else is_overloaded(group, cluster.limits.switch_s)
 
 
 def _resubmit(step: Step, job: Job, period_s: float) -> None:
@@ -165,8 +165,8 @@ def _member(step: Step, job: Job) -> Member:
 
 
 def _is_there(member: Member, placed: Placed) -> bool:
-    there = {pool: set(names) for pool, names in placed.nodes.items()}
-    return there == {pool: set(names) for pool, names in member.nodes.items()}
+    placed_nodes = {pool: set(names) for pool, names in placed.nodes.items()}
+    return placed_nodes == {pool: set(names) for pool, names in member.nodes.items()}
 
 
 # --- the whole cluster, beside the loop ----------------------------------------------------------
@@ -184,10 +184,10 @@ def ask(step: Step) -> None:
     state.set_replan_due(False)
     if assignment.policy_of(step).replan is None:
         return
-    asked = _question(state, step.sequence)
-    if asked.cluster.groups:
+    request = _question(state, step.sequence)
+    if request.cluster.groups:
         state.replanning = step.sequence
-        step.emit(asked)
+        step.emit(request)
 
 
 def unanswered(state: State) -> ComputeReplan | None:
@@ -205,17 +205,17 @@ def _question(state: State, as_of: int) -> ComputeReplan:
     return ComputeReplan(as_of, state.config.placement, groups.copy(state.cluster))
 
 
-def compute(asked: ComputeReplan) -> ReplanComputed:
+def compute(request: ComputeReplan) -> ReplanComputed:
     """Compute the moves that the policy plans. Pure, but too slow for the scheduler's loop."""
-    replan = PLACEMENT[asked.placement].replan
-    versions = {name: group.version for name, group in asked.cluster.groups.items()}
-    homes = dict(asked.cluster.placed)
-    moves = replan(groups.copy(asked.cluster)) if replan is not None else []
+    replan = PLACEMENT[request.placement].replan
+    versions = {name: group.version for name, group in request.cluster.groups.items()}
+    homes = dict(request.cluster.placed)
+    moves = replan(groups.copy(request.cluster)) if replan is not None else []
     touched = {homes[move.job] for move in moves} | {move.placed.group for move in moves}
     return ReplanComputed(
-        as_of=asked.as_of,
+        as_of=request.as_of,
         moves=[_planned(move) for move in moves],
-        num_groups=asked.cluster.num_groups,
+        num_groups=request.cluster.num_groups,
         versions={name: version for name, version in versions.items() if name in touched},
     )
 
@@ -253,19 +253,19 @@ class _Plan:
         self._step = step
         self._num_groups = event.num_groups
         self.num_left_out = 0
-        known = step.state.cluster.groups
+        groups_now = step.state.cluster.groups
         self._as_planned = {
             name: name
             for name, version in event.versions.items()
-            if name in known and known[name].version == version
+            if name in groups_now and groups_now[name].version == version
         }
         """Group name in the plan → actual group name, for groups that are still as planned."""
 
     def make(self, move: PlannedMove) -> None:
-        made = ""
+        new_name = ""
         if not move.group:
             self._num_groups += 1
-            made = f"g{self._num_groups}"
+            new_name = f"g{self._num_groups}"
         cluster = self._step.state.cluster
         source = cluster.placed.get(str(move.job), "")
         target = self._as_planned.get(move.group, "")
@@ -280,7 +280,7 @@ class _Plan:
         job = self._step.state.jobs[str(move.job)]
         placed = Placed(target, move.nodes, move.why, move.shift_s, move.takes_turns)
         assignment.move(self._step, job, placed)
-        self._as_planned[made or move.group] = cluster.placed[str(move.job)]
+        self._as_planned[new_name or move.group] = cluster.placed[str(move.job)]
 
     def _holds(self, source: str, target: str, move: PlannedMove) -> bool:
         cluster = self._step.state.cluster

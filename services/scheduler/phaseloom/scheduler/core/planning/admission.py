@@ -90,8 +90,8 @@ def _place_in_two(cluster: Cluster, member: Member, policy: Placement) -> Placed
             by_pools.setdefault(pools, []).append(group)
     partial = [
         group
-        for alike in by_pools.values()
-        for group in sorted(alike, key=lambda group: len(group.members))[:_MAX_MERGED]
+        for same_pools in by_pools.values()
+        for group in sorted(same_pools, key=lambda group: len(group.members))[:_MAX_MERGED]
     ]
     for first, second in combinations(partial, 2):
         if first.nodes.keys() & second.nodes.keys():
@@ -100,8 +100,8 @@ def _place_in_two(cluster: Cluster, member: Member, policy: Placement) -> Placed
         groups.merge(trial, trial.groups[first.name], trial.groups[second.name])
         decision = _place_among_all(trial, member, policy)
         if isinstance(decision, Placed) and decision.group == first.name:
-            why = f"{decision.why}; group {second.name} was merged into {first.name}"
-            return replace(decision, merged=second.name, why=why)
+            reason = f"{decision.why}; group {second.name} was merged into {first.name}"
+            return replace(decision, merged=second.name, why=reason)
     return None
 
 
@@ -139,21 +139,21 @@ def _too_small(pool: Pool, need: Need, hosts: list[Host]) -> Refused | None:
     if not any(can_run(host, need) for host in hosts):
         return _cannot_run(pool, need, hosts)
     hosts = [host for host in hosts if can_run(host, need)]
-    most = max(host.num_devices for host in hosts)
-    if most < need.num_devices:
-        what = f"needs {need.num_devices} devices on one node of pool {pool!r}"
-        has = f"no node has more than {most}"
-        remedy = f"use a layout with at most {most} ranks per node, or start a node with "
+    largest = max(host.num_devices for host in hosts)
+    if largest < need.num_devices:
+        needs = f"needs {need.num_devices} devices on one node of pool {pool!r}"
+        limit = f"no node has more than {largest}"
+        remedy = f"use a layout with at most {largest} ranks per node, or start a node with "
         remedy += f"{need.num_devices} devices"
     else:
-        most = max(h.host_bytes for h in hosts if h.num_devices >= need.num_devices)
-        what = f"needs {need.host_bytes} bytes of host memory on one node of pool {pool!r}"
-        has = f"no node with {need.num_devices} devices has more than {most}"
+        largest = max(h.host_bytes for h in hosts if h.num_devices >= need.num_devices)
+        needs = f"needs {need.host_bytes} bytes of host memory on one node of pool {pool!r}"
+        limit = f"no node with {need.num_devices} devices has more than {largest}"
         remedy = f"spread it over more nodes, or start a node with {need.host_bytes} bytes of "
         remedy += "host memory"
     error = ErrorInfo(
         Code.RESOURCE_EXHAUSTED,
-        f"the job {what}, but {has}",
+        f"the job {needs}, but {limit}",
         field="spec.deployments",
         remedy=remedy,
     )
@@ -170,24 +170,24 @@ def _cannot_run(pool: Pool, need: Need, hosts: list[Host]) -> Refused:
             lack = next(lacks(able[0], demand))
             return _refused(
                 lack.field,
-                f"no node of pool {pool!r} supports {lack.what} with backend {demand.backend!r}",
+                f"no node of pool {pool!r} supports {lack.feature} with backend {demand.backend!r}",
                 f"use one of these: {', '.join(lack.instead)}; or use another backend",
             )
         break
-    known = sorted({name for host in hosts for name in host.backends})
-    wanted = ", ".join(sorted({demand.backend for demand in need.demands}))
+    offered = sorted({name for host in hosts for name in host.backends})
+    required = ", ".join(sorted({demand.backend for demand in need.demands}))
     return _refused(
         "backend",
-        f"the job needs the backend {wanted} on pool {pool!r}, whose nodes offer "
-        f"{', '.join(known)}",
+        f"the job needs the backend {required} on pool {pool!r}, whose nodes offer "
+        f"{', '.join(offered)}",
         "use a backend that they offer, or start a node that has its runtime installed, or that "
         "has an interpreter for it (worker.interpreters)",
     )
 
 
-def _refused(field: str, what: str, remedy: str) -> Refused:
+def _refused(field: str, message: str, remedy: str) -> Refused:
     field = f"{DEPLOYMENTS}.{field}"
-    return Refused(ErrorInfo(Code.FAILED_PRECONDITION, what, field=field, remedy=remedy))
+    return Refused(ErrorInfo(Code.FAILED_PRECONDITION, message, field=field, remedy=remedy))
 
 
 def _why_none(hosts: list[Host]) -> str:
@@ -235,13 +235,13 @@ def nodes_among(
     for pool, need in member.needs.items():
         ranked = []
         for name in group.nodes.get(pool, []):
-            there = users(group.members.values(), pool, name)
-            others = [m for m in there if beside or m.job != member.job]
-            if has_room(cluster.hosts[name], need, others):
-                ranked.append((name not in first, len(there), name))
-        own = [name for _, _, name in sorted(ranked)]
+            present = users(group.members.values(), pool, name)
+            neighbours = [m for m in present if beside or m.job != member.job]
+            if has_room(cluster.hosts[name], need, neighbours):
+                ranked.append((name not in first, len(present), name))
+        usable = [name for _, _, name in sorted(ranked)]
         free = free_nodes(cluster, pool, need, need.num_nodes)
-        nodes[pool] = [*own, *free][: need.num_nodes]
+        nodes[pool] = [*usable, *free][: need.num_nodes]
         if len(nodes[pool]) < need.num_nodes:
             return None
     return nodes
@@ -321,11 +321,11 @@ def waiting_share(members: Iterable[Member], switch_s: float = 0.0) -> dict[str,
     Returns: job → share, from 0 to 1.
     Cost: O(n log n) in the segments of about eight cycles per member.
     """
-    runs = [_Run(m.job, m.cycle, m.nodes, m.shift_s) for m in members if m.cycle is not None]
-    used: dict[NodeId, _Busy] = {}
+    runs = [_CycleRun(m.job, m.cycle, m.nodes, m.shift_s) for m in members if m.cycle is not None]
+    used: dict[NodeId, _NodeUse] = {}
     for run in runs:
         for name in {name for names in run.nodes.values() for name in names}:
-            used.setdefault(name, _Busy()).num_members += 1
+            used.setdefault(name, _NodeUse()).num_members += 1
     if all(busy.num_members < 2 for busy in used.values()):
         return {run.job: 0.0 for run in runs}
     ready: list[tuple[float, int, int]] = []
@@ -344,7 +344,7 @@ def waiting_share(members: Iterable[Member], switch_s: float = 0.0) -> dict[str,
 
 
 @dataclass(slots=True)
-class _Busy:
+class _NodeUse:
     """Occupation of one node."""
 
     until_s: float = 0.0
@@ -354,7 +354,7 @@ class _Busy:
 
 
 @dataclass(slots=True)
-class _Run:
+class _CycleRun:
     """A member that repeats its cycle."""
 
     job: str
@@ -421,14 +421,14 @@ class _Run:
         following = [
             i
             for i, before in enumerate(self._before)
-            if i not in self.begun and all(one in self.ends_s for one in before)
+            if i not in self.begun and all(predecessor in self.ends_s for predecessor in before)
         ]
         self.begun.update(following)
         return following
 
 
 def _serve(
-    run: _Run, index: int, ready_s: float, used: dict[NodeId, _Busy], switch_s: float
+    run: _CycleRun, index: int, ready_s: float, used: dict[NodeId, _NodeUse], switch_s: float
 ) -> float:
     """Run a segment as soon as all of its nodes are free, and return its end."""
     segment = run.cycle.segments[index]

@@ -48,7 +48,7 @@ class Stage(NamedTuple):
 Chain = Sequence[Stage]
 
 
-class Place(NamedTuple):
+class ChainPosition(NamedTuple):
     """A job's position in its chain."""
 
     at: int
@@ -58,7 +58,7 @@ class Place(NamedTuple):
     """Whether the stage's operation has started."""
 
 
-State = tuple[Place, Place]
+PairState = tuple[ChainPosition, ChainPosition]
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ class Pair:
         return _rests(self.first), _rests(self.second)
 
     @property
-    def start(self) -> State:
+    def start(self) -> PairState:
         return _at(self.first, 0), _at(self.second, 0)
 
     @property
     def total_s(self) -> tuple[float, float]:
         return self._rest_s[0][0], self._rest_s[1][0]
 
-    def stages(self, state: State) -> tuple[Stage | None, Stage | None]:
+    def stages(self, state: PairState) -> tuple[Stage | None, Stage | None]:
         """Current stage of each job. None: the job has finished."""
         chains = (self.first, self.second)
         first, second = (
@@ -91,29 +91,29 @@ class Pair:
         )
         return first, second
 
-    def remaining_s(self, state: State) -> tuple[float, float]:
+    def remaining_s(self, state: PairState) -> tuple[float, float]:
         """Remaining duration of each job's chain at full speed."""
         first, second = (
-            place.left_s + rest[min(place.at + 1, len(rest) - 1)]
-            for place, rest in zip(state, self._rest_s, strict=True)
+            place.left_s + totals[min(place.at + 1, len(totals) - 1)]
+            for place, totals in zip(state, self._rest_s, strict=True)
         )
         return first, second
 
-    def options(self, state: State) -> list[Rates]:
+    def options(self, state: PairState) -> list[Rates]:
         """List all choices in a state: side by side with each split, or one of the two alone."""
         first, second = self.stages(state)
         if first is None or second is None:
             return [(float(first is not None), float(second is not None))]
         if WAIT in (first.kind, second.kind):
             return [(1.0, 1.0)]
-        found = self.table.rates(first.kind, second.kind)
+        rates = self.table.rates(first.kind, second.kind)
         if not state[1].has_begun:
-            found.append((1.0, 0.0))
+            rates.append((1.0, 0.0))
         if not state[0].has_begun:
-            found.append((0.0, 1.0))
-        return found or [(1.0, 0.0), (0.0, 1.0)]
+            rates.append((0.0, 1.0))
+        return rates or [(1.0, 0.0), (0.0, 1.0)]
 
-    def advance(self, state: State, rates: Rates) -> tuple[float, State]:
+    def advance(self, state: PairState, rates: Rates) -> tuple[float, PairState]:
         """Run at these speeds until a stage ends. Returns the time that takes and the new state."""
         took_s = min(place.left_s / rate for place, rate in zip(state, rates, strict=True) if rate)
         first, second = (
@@ -127,20 +127,20 @@ def _rests(chain: Chain) -> list[float]:
     return [*accumulate((stage.seconds for stage in reversed(chain)), initial=0.0)][::-1]
 
 
-def _at(chain: Chain, index: int, *, has_begun: bool = False) -> Place:
-    return Place(index, chain[index].seconds if index < len(chain) else 0.0, has_begun)
+def _at(chain: Chain, index: int, *, has_begun: bool = False) -> ChainPosition:
+    return ChainPosition(index, chain[index].seconds if index < len(chain) else 0.0, has_begun)
 
 
-def _moved(chain: Chain, place: Place, work_s: float) -> Place:
+def _moved(chain: Chain, place: ChainPosition, work_s: float) -> ChainPosition:
     left_s = place.left_s - work_s
     if left_s > DONE_S:
-        return Place(place.at, left_s, True)
+        return ChainPosition(place.at, left_s, True)
     after = place.at + 1
     goes_on = after < len(chain) and chain[after].operation == chain[place.at].operation
     return _at(chain, after, has_begun=goes_on)
 
 
-class Progress(NamedTuple):
+class PairProgress(NamedTuple):
     """History for policies: how far each job has come, and in how much time."""
 
     done_s: tuple[float, float]
@@ -149,15 +149,15 @@ class Progress(NamedTuple):
     """Difference, as a fraction of the time, that counts as none."""
 
 
-Policy = Callable[[Pair, State, Progress], Rates]
+Policy = Callable[[Pair, PairState, PairProgress], Rates]
 
 
-def greedy(pair: Pair, state: State, progress: Progress) -> Rates:
+def greedy(pair: Pair, state: PairState, progress: PairProgress) -> Rates:
     """Choose the highest combined speed."""
     return max(pair.options(state), key=sum)
 
 
-def fair(pair: Pair, state: State, progress: Progress) -> Rates:
+def fair(pair: Pair, state: PairState, progress: PairProgress) -> Rates:
     """Choose the highest combined speed that keeps the jobs' progress level or brings it closer
     together."""
     first_s, second_s = progress.done_s
@@ -172,20 +172,20 @@ def fair(pair: Pair, state: State, progress: Progress) -> Rates:
     return max(pair.options(state), key=score)
 
 
-def lookahead(pair: Pair, state: State, progress: Progress) -> Rates:
+def lookahead(pair: Pair, state: PairState, progress: PairProgress) -> Rates:
     """Choose by the earliest expected end, over all combinations of the next `WINDOW` decisions.
 
     Beyond the window, the remaining time is estimated as the longer remainder plus `TAIL` times the
     shorter one. The paper does not define this cost.
     """
 
-    def end_s(state: State, window: int) -> float:
+    def end_s(state: PairState, window: int) -> float:
         left_s = pair.remaining_s(state)
         if window == 0 or 0.0 in left_s:
             return max(left_s) + TAIL * min(left_s)
         return min(follow(state, rates, window) for rates in pair.options(state))
 
-    def follow(state: State, rates: Rates, window: int) -> float:
+    def follow(state: PairState, rates: Rates, window: int) -> float:
         took_s, after = pair.advance(state, rates)
         return took_s + end_s(after, window - 1)
 

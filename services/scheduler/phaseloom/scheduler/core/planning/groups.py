@@ -173,7 +173,7 @@ def join(cluster: Cluster, member: Member, placed: Placed) -> Group:
     A first member without a known cycle closes the group; the next member opens it again.
     """
     assert member.job not in cluster.placed, f"{member.job} is already placed"
-    cluster.waiting = [other for other in cluster.waiting if other.job != member.job]
+    cluster.waiting = [waiting for waiting in cluster.waiting if waiting.job != member.job]
     group = cluster.groups.get(placed.group)
     if group is None:
         assert not placed.group, f"group {placed.group} does not exist"
@@ -283,10 +283,10 @@ def _release_unused(cluster: Cluster, group: Group) -> list[NodeId]:
     used = {name for m in group.members.values() for names in m.nodes.values() for name in names}
     released = []
     for pool, names in list(group.nodes.items()):
-        gone = [name for name in names if name not in used]
-        if gone:
+        unused = [name for name in names if name not in used]
+        if unused:
             group.nodes[pool] = [name for name in names if name in used]
-            released += gone
+            released += unused
         if not group.nodes[pool]:
             del group.nodes[pool]
     for name in released:
@@ -355,11 +355,11 @@ def trend_of(member: Member) -> Cycle | None:
     cycle = member.cycle
     if cycle is None or len(member.recent_s) < TREND:
         return None
-    least = max(DRIFTS, (cycle.worst_period_s / cycle.period_s - 1) / 2)
+    threshold = max(DRIFTS, (cycle.worst_period_s / cycle.period_s - 1) / 2)
     shortest, longest = (pick(member.recent_s) / cycle.period_s for pick in (min, max))
-    if shortest > 1 + least:
+    if shortest > 1 + threshold:
         return _scaled(cycle, shortest)
-    if longest < 1 - least:
+    if longest < 1 - threshold:
         return _scaled(cycle, longest)
     return None
 
@@ -422,8 +422,8 @@ def validate(cluster: Cluster) -> None:
         is_taken = host.group or host.leaving or not host.is_up
         assert is_taken or host.node in listed, f"{host.node} should be listed as free"
         if host.group:
-            own = cluster.groups[host.group].nodes[host.pool]
-            assert host.node in own, f"{host.node} is missing in group {host.group}"
+            group_nodes = cluster.groups[host.group].nodes[host.pool]
+            assert host.node in group_nodes, f"{host.node} is missing in group {host.group}"
     for name, group in cluster.groups.items():
         assert name == group.name
         _validate_group(cluster, group)

@@ -22,7 +22,7 @@ class Lack(NamedTuple):
 
     field: str
     """Field of the deployment's spec."""
-    what: str
+    feature: str
     instead: tuple[str, ...]
     """Values of the field that the backend supports."""
 
@@ -39,26 +39,28 @@ def can_run(host: Host, need: Need) -> bool:
 
 
 def meets(host: Host, demand: Demand) -> bool:
-    able = host.backends.get(demand.backend)
-    return able is not None and not any(lacks(able, demand))
+    capabilities = host.backends.get(demand.backend)
+    return capabilities is not None and not any(lacks(capabilities, demand))
 
 
-def lacks(able: Capabilities, demand: Demand) -> Iterator[Lack]:
+def lacks(capabilities: Capabilities, demand: Demand) -> Iterator[Lack]:
     """Yield the demands of a deployment that a backend cannot meet."""
-    if demand.trains and not able.trains:
+    if demand.trains and not capabilities.trains:
         yield Lack("trainable", "trainable = true", ("false",))
     for axis in demand.axes:
-        if axis not in able.axes:
-            yield Lack(f"layout.{axis}", f"{axis} above 1", able.axes)
-    if able.model_types and demand.model_type not in able.model_types:
-        yield Lack("model.config.model_type", f"{demand.model_type!r} models", able.model_types)
-    if demand.dtype and able.dtypes and demand.dtype not in able.dtypes:
-        yield Lack("model.config.dtype", f"weights of {demand.dtype}", able.dtypes)
-    if demand.is_shared and not able.joins:
+        if axis not in capabilities.axes:
+            yield Lack(f"layout.{axis}", f"{axis} above 1", capabilities.axes)
+    if capabilities.model_types and demand.model_type not in capabilities.model_types:
+        yield Lack(
+            "model.config.model_type", f"{demand.model_type!r} models", capabilities.model_types
+        )
+    if demand.dtype and capabilities.dtypes and demand.dtype not in capabilities.dtypes:
+        yield Lack("model.config.dtype", f"weights of {demand.dtype}", capabilities.dtypes)
+    if demand.is_shared and not capabilities.joins:
         yield Lack("batching", "batching = 'shared'", ("operation",))
-    if demand.caches_prefixes and not able.prefix_cache:
+    if demand.caches_prefixes and not capabilities.prefix_cache:
         yield Lack("prefix_cache", "prefix_cache = true", ("false",))
-    if demand.has_adapter and not able.adapters:
+    if demand.has_adapter and not capabilities.adapters:
         yield Lack("model.adapter", "adapters", ("no adapter, to train or sample all weights",))
 
 
@@ -87,9 +89,9 @@ def users(members: Iterable[Member], pool: Pool, node: NodeId) -> list[Member]:
     return [member for member in members if node in member.nodes.get(pool, ())]
 
 
-def has_room(host: Host, need: Need, beside: Iterable[Member]) -> bool:
+def has_room(host: Host, need: Need, neighbours: Iterable[Member]) -> bool:
     """Whether a node could take a job next to the members that are already pinned to it."""
-    taken_bytes = sum(member.needs[host.pool].host_bytes for member in beside)
+    taken_bytes = sum(member.needs[host.pool].host_bytes for member in neighbours)
     return is_usable(host, need) and taken_bytes + need.host_bytes <= host.host_bytes
 
 

@@ -53,7 +53,7 @@ Parts = tuple[tuple[int, int], ...]
 Nodes = Mapping[Pool, Sequence[NodeId]]
 
 
-class Demand(msgspec.Struct, frozen=True):
+class SlotCycle(msgspec.Struct, frozen=True):
     """A cycle, in slots."""
 
     num_periods: int
@@ -72,18 +72,18 @@ class Ring:
     num_slots: int = HORIZON_SLOTS
     shortest_s: float = SHORTEST_PERIOD_S
 
-    def demand(self, cycle: Cycle) -> Demand:
+    def demand(self, cycle: Cycle) -> SlotCycle:
         """Convert a cycle to slots. It has no segments if it is too short for them."""
         if cycle.period_s < self.shortest_s:
-            return Demand(1, {})
+            return SlotCycle(1, {})
         pools = dict.fromkeys(segment.pool for segment in cycle.segments)
         parts = {
             pool: in_slots((s.offset_s, s.duration_s) for s in cycle.segments if s.pool == pool)
             for pool in pools
         }
-        return Demand(max(1, round(self.num_slots / cycle.period_s)), parts)
+        return SlotCycle(max(1, round(self.num_slots / cycle.period_s)), parts)
 
-    def period(self, demand: Demand) -> int:
+    def period(self, demand: SlotCycle) -> int:
         """Length of one period, in slots, rounded down."""
         return self.num_slots // demand.num_periods
 
@@ -95,7 +95,7 @@ class Ring:
                 slots |= self.footprint(self.demand(member.cycle), pool, int(member.began_s))
         return slots
 
-    def footprint(self, demand: Demand, pool: Pool, origin: int) -> Slots:
+    def footprint(self, demand: SlotCycle, pool: Pool, origin: int) -> Slots:
         """Slots in which a job is busy on a pool.
 
         Args: origin: slot in which the job's cycle starts.
@@ -104,21 +104,21 @@ class Ring:
         return turned(laid, origin, self.num_slots)
 
     def find_shift(
-        self, members: Sequence[Member], nodes: Nodes, demand: Demand, origin: int, limit: int
+        self, members: Sequence[Member], nodes: Nodes, demand: SlotCycle, origin: int, limit: int
     ) -> int | None:
         """Find the smallest shift, in slots up to `limit`, at which the cycle fits in every period.
 
         Args: origin: slot in which the cycle would start without a shift.
         Returns: None if it fits at no shift.
         """
-        wanted = [
+        requests = [
             (self.footprint(demand, pool, origin), self.busy(members, pool, names))
             for pool, names in nodes.items()
         ]
-        return smallest_shift(wanted, limit, self.num_slots)
+        return smallest_shift(requests, limit, self.num_slots)
 
     def overlap_share(
-        self, members: Sequence[Member], nodes: Nodes, demand: Demand, origin: int
+        self, members: Sequence[Member], nodes: Nodes, demand: SlotCycle, origin: int
     ) -> float:
         """Share of all time in which the job and a member are busy on the same node.
 
@@ -181,7 +181,9 @@ def _laid(num_slots: int, num_periods: int, parts: Parts) -> Slots:
     return slots_in(ranges, num_slots)
 
 
-def smallest_shift(wanted: Sequence[tuple[Slots, Slots]], limit: int, num_slots: int) -> int | None:
+def smallest_shift(
+    requests: Sequence[tuple[Slots, Slots]], limit: int, num_slots: int
+) -> int | None:
     """Micro-shift: the smallest delay δ up to `limit` that moves every segment into idle time.
 
     The best shift is either 0 or moves some segment past a busy stretch. So each step jumps to the
@@ -194,7 +196,7 @@ def smallest_shift(wanted: Sequence[tuple[Slots, Slots]], limit: int, num_slots:
     shift = 0
     while shift <= limit:
         further = max(
-            (_way_out(turned(slots, shift, num_slots) & busy, busy) for slots, busy in wanted),
+            (_way_out(turned(slots, shift, num_slots) & busy, busy) for slots, busy in requests),
             default=0,
         )
         if not further:

@@ -77,7 +77,7 @@ class Resident(msgspec.Struct, frozen=True):
     over."""
 
 
-class Member(msgspec.Struct, frozen=True):
+class TurnMember(msgspec.Struct, frozen=True):
     """A job of the node group, whose turns on the device round robin serves."""
 
     job: str
@@ -90,7 +90,7 @@ class DeviceView(msgspec.Struct, frozen=True):
     candidates: Sequence[Candidate]
     """The first ready operation of each deployment. Never empty."""
     resident: Resident | None = None
-    members: Sequence[Member] = ()
+    members: Sequence[TurnMember] = ()
     """Jobs in round-robin order, starting after the one served last. Only filled for policies that
     use it."""
     may_wait: bool = False
@@ -113,14 +113,14 @@ class Wait(msgspec.Struct, frozen=True):
     """Reason, shown to users."""
 
 
-class Entry(msgspec.Struct, frozen=True):
+class PlannedRun(msgspec.Struct, frozen=True):
     operation: str
     start_s: float
     """Start of the operation itself, after any switch."""
     end_s: float
 
 
-def timeline(ordered: Sequence[Candidate], now_s: float) -> list[Entry]:
+def timeline(ordered: Sequence[Candidate], now_s: float) -> list[PlannedRun]:
     """Predict when each operation starts and ends if they run one after another in this order.
 
     A job that is resident now must be switched in again after another job was switched in. The job
@@ -130,7 +130,7 @@ def timeline(ordered: Sequence[Candidate], now_s: float) -> list[Entry]:
         the operation that needs it. The printed algorithm charges it inside every waiting
         operation, and again at the head of the timeline.
     """
-    entries: list[Entry] = []
+    entries: list[PlannedRun] = []
     cursor_s = now_s
     came_in: set[str] = set()
     last_in = ""
@@ -141,7 +141,7 @@ def timeline(ordered: Sequence[Candidate], now_s: float) -> list[Entry]:
             switch_s = 0.0
         start_s = cursor_s + switch_s
         cursor_s = start_s + planned.duration_s
-        entries.append(Entry(planned.operation, start_s, cursor_s))
+        entries.append(PlannedRun(planned.operation, start_s, cursor_s))
         if switch_s:
             last_in = planned.job
             came_in.add(last_in)
@@ -159,5 +159,5 @@ class Ordering(NamedTuple):
     """Whether a choice that cannot start on all of its devices yet blocks later candidates."""
     weighs: bool = True
     """Whether the policy uses durations and slack. If not, candidates come without them."""
-    timeline: Callable[[Sequence[Candidate], float], list[Entry]] = timeline
+    timeline: Callable[[Sequence[Candidate], float], list[PlannedRun]] = timeline
     """Predict the start and end of each operation of an order."""

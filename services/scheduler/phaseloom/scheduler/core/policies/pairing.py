@@ -8,7 +8,14 @@ appears longer than it would be on the whole device.
 
 from __future__ import annotations
 
-from phaseloom.scheduler.core.planning.chains import WAIT, Pair, Place, Policy, Progress, Rates
+from phaseloom.scheduler.core.planning.chains import (
+    WAIT,
+    ChainPosition,
+    Pair,
+    PairProgress,
+    Policy,
+    Rates,
+)
 from phaseloom.scheduler.core.policies.sharing_view import Claim, Multiplexing, SharingView
 
 TOLERANCE = 0.1
@@ -43,21 +50,22 @@ def by_chains(choose: Policy, otherwise: Multiplexing, *, looks_ahead: bool) -> 
         if looks_ahead and min(len(first.ahead), len(second.ahead)) == 1:
             return counts
         (at, left_s, _), newcomer = pair.start
-        state = (Place(at, left_s, has_begun=True), newcomer)
+        state = (ChainPosition(at, left_s, has_begun=True), newcomer)
         rates = choose(pair, state, _progress(first, second))
         return _counts(view, pair.options(state).index(rates), rates)
 
     return Multiplexing(share, predicts=True)
 
 
-def _progress(first: Claim, second: Claim) -> Progress:
+def _progress(first: Claim, second: Claim) -> PairProgress:
     """Estimate both jobs' progress over the younger job's lifetime, at their average pace so
     far."""
     time_s = min(first.age_s, second.age_s)
     done_s = [
-        time_s * (1 - each.lag_s / each.age_s) if each.age_s else 0.0 for each in (first, second)
+        time_s * (1 - claim.lag_s / claim.age_s) if claim.age_s else 0.0
+        for claim in (first, second)
     ]
-    return Progress((done_s[0], done_s[1]), time_s, TOLERANCE)
+    return PairProgress((done_s[0], done_s[1]), time_s, TOLERANCE)
 
 
 def _counts(view: SharingView, option: int, rates: Rates) -> list[int] | None:
@@ -66,12 +74,12 @@ def _counts(view: SharingView, option: int, rates: Rates) -> list[int] | None:
         return None
     assert view.slowdowns is not None
     first, second = view.claims
-    count = min(max(1, round(view.slowdowns.splits[option] * view.units)), view.units - 1)
+    first_count = min(max(1, round(view.slowdowns.splits[option] * view.units)), view.units - 1)
     if first.most_units:
-        count = min(count, first.most_units)
-    rest = view.units - count
-    if second.most_units and rest > second.most_units:
-        rest = second.most_units
-        most = first.most_units or view.units
-        count = min(most, view.units - rest)
-    return [count, rest]
+        first_count = min(first_count, first.most_units)
+    second_count = view.units - first_count
+    if second.most_units and second_count > second.most_units:
+        second_count = second.most_units
+        most_first = first.most_units or view.units
+        first_count = min(most_first, view.units - second_count)
+    return [first_count, second_count]

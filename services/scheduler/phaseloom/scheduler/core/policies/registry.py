@@ -90,14 +90,14 @@ def check_policies(
             field=f"{section}slo_percentile",
             remedy="use 95, for example, or 0 if only the mean iteration must meet the SLO",
         )
-    for kind, name, known in (
+    for kind, name, registered in (
         ("placement", placement, [*PLACEMENT]),
         ("ordering", ordering, [*ORDERING]),
         ("multiplexing", multiplexing, [*MULTIPLEXING]),
     ):
-        if name not in known:
+        if name not in registered:
             raise CallerError(
                 f"unknown {kind} policy {name!r}",
                 field=f"{section}{kind}",
-                remedy=f"choose one of: {', '.join(sorted(known))}",
+                remedy=f"choose one of: {', '.join(sorted(registered))}",
             )

@@ -36,7 +36,7 @@ def stages_of(kind: str, most_units: int) -> tuple[str, ...]:
 
 def alike(stage: str) -> tuple[str, ...]:
     """Kinds of sub-stages of the operations that are usually in this one."""
-    return next((each for each in _SUB_STAGES.values() if each[0] == stage), (stage,))
+    return next((stages for stages in _SUB_STAGES.values() if stages[0] == stage), (stage,))
 
 
 MARGIN = 0.05
@@ -108,17 +108,17 @@ def speeds(
           counts: units of each claim.
     Returns: the speed of each claim, where 1 is the speed of running alone on the whole device.
     """
-    found = []
+    results = []
     for place, (claim, count) in enumerate(zip(claims, counts, strict=True)):
-        others = [other.stages for i, other in enumerate(claims) if i != place]
+        neighbours = [neighbour.stages for i, neighbour in enumerate(claims) if i != place]
         slow = [
             table.alone(stage, count / units)
-            * math.prod(max((table.factor(stage, s) for s in o), default=1.0) for o in others)
+            * math.prod(max((table.factor(stage, s) for s in o), default=1.0) for o in neighbours)
             for stage in claim.stages
         ]
         unknown = units / count if claim.fills else 1.0
-        found.append(1 / max(slow, default=unknown))
-    return found
+        results.append(1 / max(slow, default=unknown))
+    return results
 
 
 def rollouts_beside(table: SlowdownTable, units: int) -> tuple[float, ...]:
@@ -137,17 +137,17 @@ def rollouts_beside(table: SlowdownTable, units: int) -> tuple[float, ...]:
         return ()
     stages += tuple(stage for stage in stages_of("forward", 1) if stage in table.kinds)
     worst = table.at_worst()
-    found: list[float] = []
-    for others in range(1, units):
+    slowdowns: list[float] = []
+    for num_neighbours in range(1, units):
         slowdown = max(
             worst.alone(stage, 1 / units)
-            * max(1.0, *(worst.factor(stage, other) for other in stages)) ** others
+            * max(1.0, *(worst.factor(stage, neighbour) for neighbour in stages)) ** num_neighbours
             for stage in stages
         )
-        if (others + 1) / slowdown < others * (1 + MARGIN):
+        if (num_neighbours + 1) / slowdown < num_neighbours * (1 + MARGIN):
             break
-        found.append(slowdown)
-    return tuple(found)
+        slowdowns.append(slowdown)
+    return tuple(slowdowns)
 
 
 class Multiplexing(NamedTuple):

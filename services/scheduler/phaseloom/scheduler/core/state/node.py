@@ -51,7 +51,7 @@ class Expected(msgspec.Struct):
     """Whether the state managers were given a hint of the prediction."""
 
 
-class Phase(msgspec.Struct):
+class SlotPhase(msgspec.Struct):
     """A series of one job's operations on a device."""
 
     job: str = ""
@@ -132,7 +132,7 @@ class Slot(msgspec.Struct):
     """The last operation that ended, as `<deployment>.<kind>`. Key of the profiler's estimate of
     the gap."""
     idle_since_s: float = 0.0
-    phase: Phase = msgspec.field(default_factory=Phase)
+    phase: SlotPhase = msgspec.field(default_factory=SlotPhase)
     """Current phase of the slot, or its last one."""
     served: dict[str, int] = {}
     """Job → log sequence number at which its operations last started here."""

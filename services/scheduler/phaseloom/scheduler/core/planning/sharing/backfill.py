@@ -55,13 +55,13 @@ def earliest_start(cluster: Cluster, head: Member) -> float:
     """
     own_s = _own_start(cluster, head)
     by_time = sorted(
-        (at_s, i, gone, group)
+        (at_s, i, num_ended, group)
         for i, group in enumerate(cluster.groups.values())
-        for at_s, gone in _openings(cluster, group)
+        for at_s, num_ended in _openings(cluster, group)
         if at_s < own_s
     )
-    for at_s, _, gone, group in by_time:
-        if _takes(cluster, group, gone, head):
+    for at_s, _, num_ended, group in by_time:
+        if _takes(cluster, group, num_ended, head):
             return at_s
     return own_s
 
@@ -73,8 +73,8 @@ def _with(cluster: Cluster, member: Member, name: str, pinned: Pinned) -> Cluste
     nodes = dict(group.nodes)
     free = dict(cluster.free)
     for pool, names in pinned.items():
-        known = nodes.get(pool, [])
-        nodes[pool] = known + [name for name in names if name not in known]
+        present = nodes.get(pool, [])
+        nodes[pool] = present + [name for name in names if name not in present]
         free[pool] = [name for name in free.get(pool, []) if name not in names]
     members = {**group.members, member.job: joined}
     grown = msgspec.structs.replace(group, members=members, nodes=nodes)
@@ -116,25 +116,28 @@ def _openings(cluster: Cluster, group: Group) -> Iterator[tuple[float, int]]:
     if group.is_closed:
         return
     ends_s = sorted(_end_s(member) for member in group.members.values())
-    for gone in range(len(ends_s)):
-        if len(ends_s) - gone < cluster.limits.max_group_jobs:
-            yield (max(cluster.now_s, ends_s[gone - 1]) if gone else cluster.now_s), gone
+    for num_ended in range(len(ends_s)):
+        if len(ends_s) - num_ended < cluster.limits.max_group_jobs:
+            yield (
+                (max(cluster.now_s, ends_s[num_ended - 1]) if num_ended else cluster.now_s),
+                num_ended,
+            )
 
 
-def _takes(cluster: Cluster, group: Group, gone: int, head: Member) -> bool:
+def _takes(cluster: Cluster, group: Group, num_ended: int, head: Member) -> bool:
     """Whether the head fits next to the group's remaining jobs, on their nodes and the currently
     free ones."""
-    ended = {member.job for member in sorted(group.members.values(), key=_end_s)[:gone]}
-    left = {job: member for job, member in group.members.items() if job not in ended}
+    ended = {member.job for member in sorted(group.members.values(), key=_end_s)[:num_ended]}
+    remaining = {job: member for job, member in group.members.items() if job not in ended}
     nodes: dict[Pool, list[NodeId]] = {}
     for pool, names in group.nodes.items():
-        used = {name for member in left.values() for name in member.nodes.get(pool, ())}
+        used = {name for member in remaining.values() for name in member.nodes.get(pool, ())}
         nodes[pool] = [name for name in names if name in used]
-    rest = msgspec.structs.replace(group, members=left, nodes=nodes)
-    site = site_in(cluster, rest, head)
+    shrunk = msgspec.structs.replace(group, members=remaining, nodes=nodes)
+    site = site_in(cluster, shrunk, head)
     return site is not None and any(
         longest_wait(cluster.limits, candidate, head, 0.0)[1]
-        for candidate in sites_in(cluster, rest, head, site)
+        for candidate in sites_in(cluster, shrunk, head, site)
     )
 
 

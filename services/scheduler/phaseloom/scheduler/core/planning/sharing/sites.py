@@ -55,13 +55,13 @@ def site_in(
     duty = load = 0.0
     for pool, need in member.needs.items():
         shared = [] if pool in apart else with_room(cluster, group, pool, need)
-        by_use = [(used_share(group, pool, name), place) for place, name in enumerate(shared)]
+        by_use = [(used_share(group, pool, name), index) for index, name in enumerate(shared)]
         chosen = sorted(by_use)[: need.num_nodes]
         missing = need.num_nodes - len(chosen)
-        own = free_nodes(cluster, pool, need, missing) if missing else []
-        if len(own) < missing:
+        free = free_nodes(cluster, pool, need, missing) if missing else []
+        if len(free) < missing:
             return None
-        nodes[pool] = [shared[place] for _, place in chosen] + own
+        nodes[pool] = [shared[index] for _, index in chosen] + free
         busiest = max((used for used, _ in chosen), default=0.0)
         duty = max(duty, busiest)
         load = max(load, busiest + duty_of(member, pool))
@@ -80,16 +80,16 @@ def duty_of(member: Member, pool: Pool) -> float:
     return sum(s.duration_s for s in cycle.segments if s.pool == pool) / cycle.period_s
 
 
-def period_mismatch(member: Member, others: Iterable[Member]) -> float:
+def period_mismatch(member: Member, neighbours: Iterable[Member]) -> float:
     """Distance of the job's and the others' periods from being multiples of each other: 0 to 1/2.
 
     The worst of the others counts. Jobs with commensurate periods settle into one another's idle
     time (PlexRL §7.1).
     """
     worst = 0.0
-    for other in others:
-        if member.cycle is not None and other.cycle is not None:
-            periods = sorted((member.cycle.period_s, other.cycle.period_s))
+    for neighbour in neighbours:
+        if member.cycle is not None and neighbour.cycle is not None:
+            periods = sorted((member.cycle.period_s, neighbour.cycle.period_s))
             ratio = periods[1] / periods[0]
             worst = max(worst, abs(ratio - round(ratio)) / ratio)
     return worst
@@ -106,9 +106,9 @@ def longest_wait(limits: Limits, site: Site, member: Member, shift_s: float) -> 
     if any(m.cycle is None for m in members):
         return 0.0, not any(m.slo for m in members)
     # At best, a node with a total load of `load` runs each job at 1/load of its speed.
-    least = 1 - 1 / max(1.0, site.load)
-    if least > limits.duty_limit:
-        return least, False
+    minimum = 1 - 1 / max(1.0, site.load)
+    if minimum > limits.duty_limit:
+        return minimum, False
     shares = waiting_share(members, limits.switch_s)
     keeps = all(shares[m.job] <= bound_of(m, limits) for m in members)
     return max(shares.values()), keeps

@@ -48,12 +48,12 @@ TRANSIENT = 1.0
 """Fraction of the longest single wait that is reserved when a group changes."""
 
 
-class Candidate(NamedTuple):
+class TrialMember(NamedTuple):
     """A member of a group, with its actual or intended rollout nodes."""
 
     job: str
     timing: Timing
-    left: int
+    num_left: int
     """Remaining iterations."""
     budget_s: float
     """Seconds that these iterations may take. inf: best effort."""
@@ -70,10 +70,10 @@ class Candidate(NamedTuple):
     @property
     def work_s(self) -> float:
         """Seconds that the remaining iterations would take alone."""
-        return self.left * self.timing.solo_s
+        return self.num_left * self.timing.solo_s
 
 
-Candidates = tuple[Candidate, ...]
+TrialGroup = tuple[TrialMember, ...]
 """A group, in the order of its members."""
 
 
@@ -90,39 +90,39 @@ def budget_of(cluster: Cluster, member: Member, timing: Timing) -> Budget:
     promised_s = member.slo * member.alone_s if member.slo > 0 else inf
     saved_s = promised_s - _lived_s(cluster, member, timing)
     if member.num_iterations:
-        left = max(1, member.num_iterations - member.iterations)
+        num_left = max(1, member.num_iterations - member.iterations)
     else:
-        left = UNKNOWN_LEFT
+        num_left = UNKNOWN_LEFT
         saved_s = min(0.0, saved_s)
-    budget_s = timing.allowed_s * left + saved_s
-    if budget_s < (left - 1) * timing.solo_s:
-        budget_s = left * timing.allowed_s
+    budget_s = timing.allowed_s * num_left + saved_s
+    if budget_s < (num_left - 1) * timing.solo_s:
+        budget_s = num_left * timing.allowed_s
     if member.has_drifted:
-        work_s = left * timing.solo_s
+        work_s = num_left * timing.solo_s
         budget_s = max(min(budget_s, work_s), budget_s - RESERVE * work_s)
-    return left, budget_s
+    return num_left, budget_s
 
 
-def candidate_of(cluster: Cluster, member: Member) -> Candidate:
+def trial_member_of(cluster: Cluster, member: Member) -> TrialMember:
     """Build the candidate for a member in its present placement."""
     timing = timing_of(member)
-    left, budget_s = budget_of(cluster, member, timing)
-    return Candidate(
+    num_left, budget_s = budget_of(cluster, member, timing)
+    return TrialMember(
         member.job,
         timing,
-        left,
+        num_left,
         budget_s,
         tuple(member.nodes.get(ROLLOUT, ())),
         need_of(member, ROLLOUT),
         need_of(member, TRAIN),
-        _late(member, left, cluster.limits.slo_percentile),
+        _late(member, num_left, cluster.limits.slo_percentile),
         member.slo,
         member.is_exclusive,
         member.takes_turns,
     )
 
 
-def _late(member: Member, left: int, percentile: float) -> float:
+def _late(member: Member, num_left: int, percentile: float) -> float:
     """Number of iterations with which a member may still be late.
 
     If the job has already been late too often, its percentile is lost and the count restarts.
@@ -130,8 +130,8 @@ def _late(member: Member, left: int, percentile: float) -> float:
     if not percentile or member.slo <= 0:
         return inf
     share = 1 - percentile / 100
-    late = share * (member.iterations + left) - member.num_late
-    return late if late >= 0 else share * left
+    late = share * (member.iterations + num_left) - member.num_late
+    return late if late >= 0 else share * num_left
 
 
 def _lived_s(cluster: Cluster, member: Member, timing: Timing) -> float:
@@ -149,13 +149,13 @@ def _lived_s(cluster: Cluster, member: Member, timing: Timing) -> float:
     return max(lived_s, now_s - 2 * timing.solo_s)
 
 
-def signature(group: Candidates) -> tuple[tuple[str, tuple[str, ...], bool], ...]:
+def signature(group: TrialGroup) -> tuple[tuple[str, tuple[str, ...], bool], ...]:
     """Key of a group within one replan: its members, their nodes, and whether they take turns
     there."""
     return tuple((candidate.job, candidate.nodes, candidate.takes_turns) for candidate in group)
 
 
-class Shares(NamedTuple):
+class TimeShares(NamedTuple):
     """Share of its time that each node must give the members to keep their budgets."""
 
     train: float
@@ -163,7 +163,7 @@ class Shares(NamedTuple):
     rollout: dict[str, float]
 
 
-def shares_of(group: Candidates) -> Shares | None:
+def shares_of(group: TrialGroup) -> TimeShares | None:
     """Compute the shares that a group needs. None if it exceeds a member's budget or a node's
     time."""
     train = 0.0
@@ -174,38 +174,38 @@ def shares_of(group: Candidates) -> Shares | None:
             continue
         if candidate.work_s > budget_s + SLACK:
             return None
-        timing, left = candidate.timing, candidate.left
-        train += timing.train_s * left / budget_s
+        timing, num_left = candidate.timing, candidate.num_left
+        train += timing.train_s * num_left / budget_s
         if train > 1.0:
             return None
-        share = timing.rollout_s * left / budget_s
+        share = timing.rollout_s * num_left / budget_s
         for node in candidate.nodes:
-            rollout[node] = taken = rollout.get(node, 0.0) + share
-            if taken > 1.0:
+            rollout[node] = used = rollout.get(node, 0.0) + share
+            if used > 1.0:
                 return None
-    return Shares(train, rollout)
+    return TimeShares(train, rollout)
 
 
-def has_shares(shares: Shares, candidate: Candidate, nodes: Iterable[str]) -> bool:
+def has_shares(shares: TimeShares, candidate: TrialMember, nodes: Iterable[str]) -> bool:
     """Whether a group that needs these shares leaves enough for one more job on some nodes."""
     budget_s = candidate.budget_s
     if budget_s == inf:
         return True
-    timing, left = candidate.timing, candidate.left
+    timing, num_left = candidate.timing, candidate.num_left
     if candidate.work_s > budget_s + SLACK:
         return False
-    if shares.train + timing.train_s * left / budget_s > 1.0:
+    if shares.train + timing.train_s * num_left / budget_s > 1.0:
         return False
-    share = timing.rollout_s * left / budget_s
+    share = timing.rollout_s * num_left / budget_s
     return all(shares.rollout.get(node, 0.0) + share <= 1.0 for node in nodes)
 
 
-View = Callable[[Candidates], list[Candidates]]
+View = Callable[[TrialGroup], list[TrialGroup]]
 """Models how a group runs: longer phases if rollouts share a device, no queueing on those nodes.
 Returns alternatives, of which the first has the longest phases."""
 
 
-def in_turns(group: Candidates) -> list[Candidates]:
+def in_turns(group: TrialGroup) -> list[TrialGroup]:
     """Model a group in which all phases on a node take turns."""
     return [group]
 
@@ -214,23 +214,23 @@ HostOf = Callable[[str], Host | None]
 """Look up a node by name. None: unknown."""
 
 
-def slowdowns_of(group: Candidates, host_of: HostOf) -> dict[str, float]:
+def slowdowns_of(group: TrialGroup, host_of: HostOf) -> dict[str, float]:
     """Nodes on which rollouts run side by side → upper bound of their slowdown there."""
     # Called for every choice of nodes, so nodes with a single user are skipped early.
-    users: dict[str, list[Candidate]] = {}
+    users: dict[str, list[TrialMember]] = {}
     for candidate in group:
         for node in candidate.nodes:
             users.setdefault(node, []).append(candidate)
-    found: dict[str, float] = {}
-    for node, here in users.items():
-        host = host_of(node) if len(here) > 1 and not here[-1].takes_turns else None
+    slowdowns: dict[str, float] = {}
+    for node, guests_here in users.items():
+        host = host_of(node) if len(guests_here) > 1 and not guests_here[-1].takes_turns else None
         if host is None or not host.beside:
             continue
-        guests = [Guest(c.rollout, c.slo, c.is_exclusive, c.takes_turns) for c in here]
+        guests = [Guest(c.rollout, c.slo, c.is_exclusive, c.takes_turns) for c in guests_here]
         slowdown = slowdown_beside(host, guests)
         if slowdown is not None:
-            found[node] = slowdown
-    return found
+            slowdowns[node] = slowdown
+    return slowdowns
 
 
 COMPANY = (1.0, 0.5, 0.0)
@@ -238,7 +238,7 @@ COMPANY = (1.0, 0.5, 0.0)
 neighbours than possible, and in a first-in-first-out queue a faster job can delay another."""
 
 
-def side_by_side(group: Candidates, host_of: HostOf, switch_s: float) -> list[Candidates]:
+def side_by_side(group: TrialGroup, host_of: HostOf, switch_s: float) -> list[TrialGroup]:
     """Model a group whose rollouts run side by side where possible.
 
     On such nodes a job does not queue, so it is listed without nodes. Its rollouts take up to as
@@ -255,8 +255,8 @@ def side_by_side(group: Candidates, host_of: HostOf, switch_s: float) -> list[Ca
 
 
 def _slowed(
-    candidate: Candidate, slowdowns: dict[str, float], share: float, switch_s: float
-) -> Candidate:
+    candidate: TrialMember, slowdowns: dict[str, float], share: float, switch_s: float
+) -> TrialMember:
     slowdown = slowdowns.get(candidate.nodes[0]) if len(candidate.nodes) == 1 else None
     if slowdown is None:
         return candidate
@@ -265,7 +265,7 @@ def _slowed(
     return candidate._replace(timing=candidate.timing._replace(rollout_s=rollout_s), nodes=())
 
 
-def shape(group: Candidates) -> tuple[Rollout, ...]:
+def shape(group: TrialGroup) -> tuple[Rollout, ...]:
     """Convert the group for the simulation in `fifo`: nodes are numbered in order of appearance."""
     numbers: dict[str, int] = {}
     return tuple(
@@ -281,7 +281,7 @@ def shape(group: Candidates) -> tuple[Rollout, ...]:
     )
 
 
-def progress(group: Candidates, switch_s: float, view: View = in_turns) -> list[float]:
+def progress(group: TrialGroup, switch_s: float, view: View = in_turns) -> list[float]:
     """Speed of each member relative to running alone: 1 means no delay."""
     means = mean_iterations_s(shape(view(group)[0]), switch_s)
     return [
@@ -290,7 +290,7 @@ def progress(group: Candidates, switch_s: float, view: View = in_turns) -> list[
     ]
 
 
-def holds(group: Candidates, switch_s: float, *, is_changed: bool, view: View = in_turns) -> bool:
+def holds(group: TrialGroup, switch_s: float, *, is_changed: bool, view: View = in_turns) -> bool:
     """Whether all members keep their budgets, now and after any departures.
 
     Args: is_changed: whether a member has just joined, so that all of them may have to wait once
@@ -298,16 +298,16 @@ def holds(group: Candidates, switch_s: float, *, is_changed: bool, view: View = 
     """
     if len(group) == 1:
         return True
-    whole = view(group)[0]
-    if shares_of(whole) is None:
+    full = view(group)[0]
+    if shares_of(full) is None:
         return False
-    tight = _tight(whole, switch_s)
+    tight = _tight(full, switch_s)
     parts = [part for size in range(len(group), 1, -1) for part in combinations(group, size)]
     if view is not in_turns:
         # With fewer jobs, a node whose jobs took turns may run them side by side.
-        ways = [view(part) for part in parts]
-        tight = tight.union(*(_tight(longest, switch_s) for longest, *_ in ways))
-        parts = [way for each in ways for way in each]
+        views = [view(part) for part in parts]
+        tight = tight.union(*(_tight(longest, switch_s) for longest, *_ in views))
+        parts = [way for alternatives in views for way in alternatives]
     return all(
         _keep_time(part, switch_s, is_changed, tight)
         and _are_punctual(part, switch_s, is_changed, tight)
@@ -316,12 +316,12 @@ def holds(group: Candidates, switch_s: float, *, is_changed: bool, view: View = 
     )
 
 
-def _tight(group: Candidates, switch_s: float) -> set[str]:
+def _tight(group: TrialGroup, switch_s: float) -> set[str]:
     """Members that could exceed their budgets and must therefore be simulated."""
     return {candidate.job for i, candidate in enumerate(group) if not _is_safe(group, i, switch_s)}
 
 
-def _is_safe(group: Candidates, i: int, switch_s: float) -> bool:
+def _is_safe(group: TrialGroup, i: int, switch_s: float) -> bool:
     """Whether a member keeps its budget even if it waits for all others in every iteration.
 
     Such a member needs no simulation, whichever members leave.
@@ -329,16 +329,16 @@ def _is_safe(group: Candidates, i: int, switch_s: float) -> bool:
     candidate, longest_s = group[i], _longest_s(group, i, switch_s)
     if candidate.late < inf and longest_s > candidate.timing.allowed_s + SLACK:
         return False
-    return longest_s * candidate.left <= candidate.budget_s + SLACK
+    return longest_s * candidate.num_left <= candidate.budget_s + SLACK
 
 
-def _longest_s(group: Candidates, i: int, switch_s: float) -> float:
+def _longest_s(group: TrialGroup, i: int, switch_s: float) -> float:
     """Length of an iteration in which a member waits for all others."""
     queued_s, num_queued = _queue_s(group, i)
     return group[i].timing.solo_s + queued_s + (num_queued + 2) * switch_s
 
 
-def _is_within(group: Candidates, i: int, switch_s: float, reserve_s: float) -> bool:
+def _is_within(group: TrialGroup, i: int, switch_s: float, reserve_s: float) -> bool:
     """Whether a member keeps its budget for every possible result of the simulation.
 
     A simulation that ends in the middle of an iteration counts that time towards earlier
@@ -349,29 +349,29 @@ def _is_within(group: Candidates, i: int, switch_s: float, reserve_s: float) -> 
     if longest_s >= seen_s:
         return False
     mean_s = longest_s / (1 - longest_s / seen_s)
-    return mean_s * group[i].left + reserve_s <= group[i].budget_s
+    return mean_s * group[i].num_left + reserve_s <= group[i].budget_s
 
 
-def _queue_s(group: Candidates, i: int) -> tuple[float, int]:
+def _queue_s(group: TrialGroup, i: int) -> tuple[float, int]:
     """Total seconds and number of the phases that can run before a member's own in an iteration.
 
     That is one phase of each other job on the train nodes. On the rollout nodes it is also one
     phase of each other job if they share a node or if any member spans several nodes.
     """
-    own = set(group[i].nodes)
+    own_nodes = set(group[i].nodes)
     spans = any(len(candidate.nodes) > 1 for candidate in group)
     total_s, count = 0.0, 0
     for k, candidate in enumerate(group):
         if k != i:
             total_s += candidate.timing.train_s
             count += 1
-            if spans or not own.isdisjoint(candidate.nodes):
+            if spans or not own_nodes.isdisjoint(candidate.nodes):
                 total_s += candidate.timing.rollout_s
                 count += 1
     return total_s, count
 
 
-def _keep_time(group: Candidates, switch_s: float, is_changed: bool, tight: set[str]) -> bool:
+def _keep_time(group: TrialGroup, switch_s: float, is_changed: bool, tight: set[str]) -> bool:
     """Whether the members in `tight` keep their budgets in every simulated orbit."""
     reserves_s = [
         TRANSIENT * _longest_wait_s(group, i) if is_changed else 0.0 for i in range(len(group))
@@ -385,7 +385,7 @@ def _keep_time(group: Candidates, switch_s: float, is_changed: bool, tight: set[
     jobs = shape(group)
     return all(
         all(
-            mean * candidate.left + reserve_s <= candidate.budget_s + SLACK
+            mean * candidate.num_left + reserve_s <= candidate.budget_s + SLACK
             for mean, candidate, reserve_s in zip(
                 means(jobs, switch_s), group, reserves_s, strict=True
             )
@@ -395,7 +395,7 @@ def _keep_time(group: Candidates, switch_s: float, is_changed: bool, tight: set[
     )
 
 
-def _are_punctual(group: Candidates, switch_s: float, is_changed: bool, tight: set[str]) -> bool:
+def _are_punctual(group: TrialGroup, switch_s: float, is_changed: bool, tight: set[str]) -> bool:
     """Whether the members in `tight` are late no more often than allowed, in every simulated orbit.
 
     A change of the group makes one more iteration late.
@@ -405,19 +405,19 @@ def _are_punctual(group: Candidates, switch_s: float, is_changed: bool, tight: s
     allowed_s = tuple([candidate.timing.allowed_s for candidate in group])
     shares = late_shares(shape(group), switch_s, allowed_s)
     return all(
-        share * candidate.left + is_changed <= candidate.late + SLACK
+        share * candidate.num_left + is_changed <= candidate.late + SLACK
         for share, candidate in zip(shares, group, strict=True)
         if candidate.job in tight
     )
 
 
-def _longest_wait_s(group: Candidates, i: int) -> float:
+def _longest_wait_s(group: TrialGroup, i: int) -> float:
     """Maximum delay of a single iteration because the group has changed."""
     longest_s = max(candidate.timing.solo_s for k, candidate in enumerate(group) if k != i)
     return min(_queue_s(group, i)[0], 2 * longest_s)
 
 
-def moved(candidate: Candidate, move_s: float) -> Candidate | None:
+def moved(candidate: TrialMember, move_s: float) -> TrialMember | None:
     """Return a candidate after a move, which makes one iteration late. None if its budget cannot
     cover the pause."""
     left_s, late = candidate.budget_s - move_s, candidate.late - 1
@@ -426,7 +426,7 @@ def moved(candidate: Candidate, move_s: float) -> Candidate | None:
     return candidate._replace(budget_s=left_s, late=late)
 
 
-def nodes_of(group: Iterable[Candidate]) -> list[str]:
+def nodes_of(group: Iterable[TrialMember]) -> list[str]:
     """Rollout nodes of the group, in the order in which members acquired them."""
     nodes: dict[str, None] = {}
     for candidate in group:
@@ -435,7 +435,7 @@ def nodes_of(group: Iterable[Candidate]) -> list[str]:
     return list(nodes)
 
 
-def by_load(group: Candidates, nodes: Sequence[str]) -> list[str]:
+def by_load(group: TrialGroup, nodes: Sequence[str]) -> list[str]:
     """Sort nodes by load, least first; ties keep the given order."""
     load = dict.fromkeys(nodes, 0.0)
     for candidate in group:

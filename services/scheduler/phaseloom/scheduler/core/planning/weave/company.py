@@ -44,12 +44,12 @@ def slowdown_beside(host: Host, guests: Sequence[Guest]) -> float | None:
     Args: guests: the jobs, in the order in which they came.
     Returns: 1 for a single job; None if the rollouts must take turns.
     """
-    others = len(guests) - 1
-    if others < 1:
+    num_neighbours = len(guests) - 1
+    if num_neighbours < 1:
         return 1.0
-    if others > len(host.beside) or guests[-1].takes_turns:
+    if num_neighbours > len(host.beside) or guests[-1].takes_turns:
         return None
-    slowdown = host.beside[others - 1]
+    slowdown = host.beside[num_neighbours - 1]
     taken_bytes = 0
     for guest in guests:
         need = guest.need

@@ -208,10 +208,10 @@ class _Queues:
         trains = list(is_alone)
         laps = [0] * len(jobs)
         seen = _Seen([], set())
-        find = ready_s.index
+        index_of = ready_s.index
         while True:
             now_s = min(ready_s)
-            i = find(now_s)
+            i = index_of(now_s)
             rollout_s, train_s, gap_s, nodes, only = jobs[i]
             if trains[i]:
                 begins_s = train_free_s if train_free_s > now_s else now_s
@@ -231,7 +231,7 @@ class _Queues:
             if i == pace and laps[i]:
                 mark = self._mark(now_s, ready_s)
                 if laps[i] >= WARM_LAPS or mark in self._known_marks:
-                    here = _Moment(
+                    moment = _Moment(
                         now_s,
                         tuple(laps),
                         ready_s[:],
@@ -241,7 +241,7 @@ class _Queues:
                         [*last, train_last],
                         mark,
                     )
-                    means = self._arrive(here, seen)
+                    means = self._arrive(moment, seen)
                     if means is not None:
                         return means
             trains[i] = True
@@ -265,33 +265,33 @@ class _Queues:
         compared."""
         return int((sum(ready_s) - len(ready_s) * now_s) / (len(ready_s) * RESOLUTION_S))
 
-    def _arrive(self, here: _Moment, seen: _Seen) -> Means | None:
+    def _arrive(self, moment: _Moment, seen: _Seen) -> Means | None:
         """Return the means of the orbit if it is known by now."""
-        laps = here.laps[self._pace]
-        if here.mark in self._known_marks:
-            orbit = self._known.get(self._place(here))
+        laps = moment.laps[self._pace]
+        if moment.mark in self._known_marks:
+            orbit = self._known.get(self._place(moment))
             # Only if the simulation would also find it from here without the memory.
             if orbit and max(WARM_LAPS, laps + orbit.away) + orbit.laps <= MAX_LAPS:
                 return orbit.means
         if laps < WARM_LAPS:
             return None
-        if here.mark in seen.marks:
-            state = self._state(here)
-            for number, moment in enumerate(seen.moments):
-                if abs(moment.mark - here.mark) <= 1 and self._state(moment) == state:
-                    return self._close(seen, number, here)
+        if moment.mark in seen.marks:
+            state = self._state(moment)
+            for number, earlier in enumerate(seen.moments):
+                if abs(earlier.mark - moment.mark) <= 1 and self._state(earlier) == state:
+                    return self._close(seen, number, moment)
         if laps >= MAX_LAPS:
-            return _means(seen.moments[0], here)
-        seen.moments.append(here)
-        seen.marks.update((here.mark - 1, here.mark, here.mark + 1))
+            return _means(seen.moments[0], moment)
+        seen.moments.append(moment)
+        seen.marks.update((moment.mark - 1, moment.mark, moment.mark + 1))
         return None
 
-    def _close(self, seen: _Seen, first: int, here: _Moment) -> Means:
+    def _close(self, seen: _Seen, first: int, last_moment: _Moment) -> Means:
         """Return the means of an orbit that has closed: the state equals that of an earlier moment.
 
         Args: first: index of that moment.
         """
-        means = _means(seen.moments[first], here)
+        means = _means(seen.moments[first], last_moment)
         if not self._is_learning:
             return means
         for number, moment in enumerate(seen.moments):

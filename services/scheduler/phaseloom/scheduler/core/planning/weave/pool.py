@@ -29,10 +29,10 @@ def price_per_hour(cluster: Cluster, nodes: Iterable[NodeId]) -> float:
     return sum(cluster.hosts[node].price_per_hour for node in nodes)
 
 
-def fresh(cluster: Cluster, member: Member, why: str = "") -> Placed | None:
+def fresh(cluster: Cluster, member: Member, reason: str = "") -> Placed | None:
     """Place a job alone in a new group. None if too few nodes are free."""
     nodes = own_nodes(cluster, member)
-    return None if nodes is None else Placed("", nodes, why)
+    return None if nodes is None else Placed("", nodes, reason)
 
 
 def trains_on(cluster: Cluster, group: Group, member: Member) -> list[NodeId] | None:
@@ -65,22 +65,22 @@ def share_blindly(cluster: Cluster, member: Member) -> Placed | None:
     """
     if member.slo > 0:
         return None
-    found: tuple[int, Placed] | None = None
-    for group, rolls, trains in rooms(cluster, member):
+    best: tuple[int, Placed] | None = None
+    for group, rolls, trains in groups_with_room(cluster, member):
         size = len(group.members)
-        if has_promise(group) or (found is not None and found[0] <= size):
+        if has_promise(group) or (best is not None and best[0] <= size):
             continue
         users = Counter(
-            node for other in group.members.values() for node in other.nodes.get(ROLLOUT, ())
+            node for user in group.members.values() for node in user.nodes.get(ROLLOUT, ())
         )
         count = need_of(member, ROLLOUT).num_nodes
         chosen = sorted(rolls, key=lambda node: users[node])[:count]
-        why = f"shares with {other_jobs(size)} while its cycle is unknown"
-        found = size, Placed(group.name, pinned(chosen, trains), why)
-    return found[1] if found is not None else None
+        reason = f"shares with {other_jobs(size)} while its cycle is unknown"
+        best = size, Placed(group.name, pinned(chosen, trains), reason)
+    return best[1] if best is not None else None
 
 
-class Room(NamedTuple):
+class GroupRoom(NamedTuple):
     """A group that can take one more job, with its nodes that have enough memory left for that
     job."""
 
@@ -89,7 +89,7 @@ class Room(NamedTuple):
     trains: list[NodeId]
 
 
-def rooms(cluster: Cluster, member: Member) -> Iterator[Room]:
+def groups_with_room(cluster: Cluster, member: Member) -> Iterator[GroupRoom]:
     """Yield the groups that have room for a job by size and memory, in order of creation."""
     full = cluster.limits.max_group_jobs
     for group in cluster.groups.values():
@@ -98,7 +98,7 @@ def rooms(cluster: Cluster, member: Member) -> Iterator[Room]:
         trains = trains_on(cluster, group, member)
         rolls = rolls_on(cluster, group, member)
         if trains is not None and len(rolls) >= need_of(member, ROLLOUT).num_nodes:
-            yield Room(group, rolls, trains)
+            yield GroupRoom(group, rolls, trains)
 
 
 def pinned(rolls: Iterable[NodeId], trains: Iterable[NodeId]) -> dict[Pool, list[NodeId]]:
@@ -116,17 +116,17 @@ def no_place(cluster: Cluster, member: Member) -> str:
 def _sharing(cluster: Cluster, member: Member) -> str:
     if member.cycle is None:
         return "its cycle is unknown, so its effect on other jobs cannot be predicted"
-    best_s, allowed_s, whose = inf, 0.0, member
+    best_s, allowed_s, strictest = inf, 0.0, member
     for group in cluster.groups.values():
         settled_s = _settled_s(cluster, group, member)
         if settled_s is not None and settled_s < best_s:
-            whose = min((*group.members.values(), member), key=lambda m: timing_of(m).allowed_s)
-            best_s, allowed_s = settled_s, timing_of(whose).allowed_s
+            strictest = min((*group.members.values(), member), key=lambda m: timing_of(m).allowed_s)
+            best_s, allowed_s = settled_s, timing_of(strictest).allowed_s
     if best_s == inf:
         return "no group has enough nodes and host memory for one more job"
     # Do not name the job: it may be another tenant's.
-    who = "this job" if whose is member else "another job"
-    allowed = f"{allowed_s:.1f} s are allowed (SLO {whose.slo:g} of {who})"
+    owner = "this job" if strictest is member else "another job"
+    allowed = f"{allowed_s:.1f} s are allowed (SLO {strictest.slo:g} of {owner})"
     if best_s > allowed_s:
         return f"in the best group an iteration would take {best_s:.1f} s, but only {allowed}"
     return (
@@ -144,7 +144,7 @@ def _settled_s(cluster: Cluster, group: Group, member: Member) -> float | None:
     count = need_of(member, ROLLOUT).num_nodes
     if len(rolls) < count:
         return None
-    others = group.members.values()
-    everybody = [(timing_of(m), tuple(m.nodes.get(ROLLOUT, ()))) for m in others]
+    members = group.members.values()
+    everybody = [(timing_of(m), tuple(m.nodes.get(ROLLOUT, ()))) for m in members]
     joined = (*everybody, (timing_of(member), tuple(rolls[:count])))
     return period_s(phases(joined, cluster.limits.switch_s))

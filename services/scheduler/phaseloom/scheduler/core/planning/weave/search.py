@@ -24,13 +24,12 @@ from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core.planning.nodes import is_usable, other_jobs
 from phaseloom.scheduler.core.planning.weave.candidates import (
     MOVE_S,
-    Candidate,
-    Candidates,
     HostOf,
-    Shares,
+    TimeShares,
+    TrialGroup,
+    TrialMember,
     View,
     by_load,
-    candidate_of,
     has_shares,
     holds,
     in_turns,
@@ -41,6 +40,7 @@ from phaseloom.scheduler.core.planning.weave.candidates import (
     side_by_side,
     signature,
     slowdowns_of,
+    trial_member_of,
 )
 from phaseloom.scheduler.core.planning.weave.fifo import MAX_LAPS, WARM_LAPS
 from phaseloom.scheduler.core.planning.weave.period import ROLLOUT, TRAIN
@@ -78,7 +78,7 @@ def view_of(cluster: Cluster) -> View:
     return lambda group: side_by_side(group, hosts, switch_s)
 
 
-def company_of(cluster: Cluster, group: Candidates, candidate: Candidate) -> str:
+def company_of(cluster: Cluster, group: TrialGroup, candidate: TrialMember) -> str:
     """Describe how many rollouts run next to a member's own, and their maximum slowdown.
 
     Empty if its rollouts take turns.
@@ -88,9 +88,9 @@ def company_of(cluster: Cluster, group: Candidates, candidate: Candidate) -> str
     slowdowns = slowdowns_of(group, host_of(cluster))
     for node in candidate.nodes:
         if node in slowdowns:
-            others = sum(node in other.nodes for other in group) - 1
+            num_others = sum(node in member.nodes for member in group) - 1
             return (
-                f"; its rollouts run next to those of {other_jobs(others)} and take up to "
+                f"; its rollouts run next to those of {other_jobs(num_others)} and take up to "
                 f"{slowdowns[node]:.2f} times as long as alone"
             )
     return ""
@@ -102,13 +102,13 @@ class Best(NamedTuple):
     worth: float
     """Change of the group's worth in $/h; lowest is best."""
     group: str
-    candidate: Candidate
+    candidate: TrialMember
 
 
 @dataclass
 class SearchState:
     cluster: Cluster
-    groups: Mapping[str, Candidates]
+    groups: Mapping[str, TrialGroup]
     """Groups by name to which jobs can be added."""
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class SearchState:
         self._fresh = {pool: self._fresh_host(pool) for pool in (ROLLOUT, TRAIN)}
         self._worth: dict[object, float] = {}
         self._holds: dict[object, bool] = {}
-        self._added: dict[object, list[tuple[float, Candidate]]] = {}
+        self._added: dict[object, list[tuple[float, TrialMember]]] = {}
         self._host_of = host_of(self.cluster)
         self._view = view_of(self.cluster)
 
@@ -130,7 +130,7 @@ class SearchState:
 
     # --- prices ----------------------------------------------------------------------------------
 
-    def price(self, group: Candidates) -> float:
+    def price(self, group: TrialGroup) -> float:
         """$/h of the group's nodes. If nodes have no prices, all count the same."""
         if not group:
             return 0.0
@@ -141,29 +141,29 @@ class SearchState:
         host = self.cluster.hosts.get(NodeId(node))
         return (host.price_per_hour if host is not None else 0.0) or self._fresh[ROLLOUT][0]
 
-    def own_price(self, candidate: Candidate) -> float:
+    def own_price(self, candidate: TrialMember) -> float:
         """$/h of the number of nodes that the candidate needs."""
         rolling = candidate.rollout.num_nodes * self._fresh[ROLLOUT][0]
         return rolling + candidate.train.num_nodes * self._fresh[TRAIN][0]
 
-    def worth(self, group: Candidates) -> float:
+    def worth(self, group: TrialGroup) -> float:
         """Price of the group minus the value of its progress, in $/h."""
         if not group:
             return 0.0
         key = signature(group)
         if key not in self._worth:
-            made = zip(group, progress(group, self.switch_s, self._view), strict=True)
-            value = sum(VALUE * self.own_price(candidate) * speed for candidate, speed in made)
+            speeds = zip(group, progress(group, self.switch_s, self._view), strict=True)
+            value = sum(VALUE * self.own_price(candidate) * speed for candidate, speed in speeds)
             self._worth[key] = self.price(group) - value
         return self._worth[key]
 
-    def holds(self, group: Candidates, *, is_changed: bool) -> bool:
+    def holds(self, group: TrialGroup, *, is_changed: bool) -> bool:
         key = signature(group), is_changed
         if key not in self._holds:
             self._holds[key] = holds(group, self.switch_s, is_changed=is_changed, view=self._view)
         return self._holds[key]
 
-    def standing(self, group: Candidates) -> float:
+    def standing(self, group: TrialGroup) -> float:
         """Worth of a group in its present form, with a penalty if it exceeds a budget."""
         if not group:
             return 0.0
@@ -172,7 +172,7 @@ class SearchState:
 
     # --- places ----------------------------------------------------------------------------------
 
-    def alone(self, candidate: Candidate) -> Candidate:
+    def alone(self, candidate: TrialMember) -> TrialMember:
         nodes = self._new_nodes(candidate.rollout.num_nodes)
         return candidate._replace(nodes=nodes, takes_turns=False)
 
@@ -187,7 +187,7 @@ class SearchState:
         return tuple(f"{NEW}{k}" for k in range(first, self.num_new))
 
     def best(
-        self, groups: Mapping[str, Candidates], candidate: Candidate, below: float
+        self, groups: Mapping[str, TrialGroup], candidate: TrialMember, below: float
     ) -> Best | None:
         """Find the group and nodes where adding a job costs least, or None if nothing costs less
         than `below`.
@@ -196,26 +196,26 @@ class SearchState:
         only if it would be best at full speed, and its budgets are checked only if it is actually
         best. Ties go to the first group, and within it to the first nodes.
         """
-        found: list[tuple[float, bool, int, str, Candidate]] = []
+        queue: list[tuple[float, bool, int, str, TrialMember]] = []
         for name, options in self._options_by_group(groups, candidate):
-            for least, option in options:
-                if least < below:
-                    found.append((least, False, len(found), name, option))
-        heapify(found)
-        while found:
-            worth, is_exact, place, name, option = heappop(found)
-            bigger = (*groups[name], option)
+            for bound, option in options:
+                if bound < below:
+                    queue.append((bound, False, len(queue), name, option))
+        heapify(queue)
+        while queue:
+            worth, is_exact, number, name, option = heappop(queue)
+            grown = (*groups[name], option)
             if not is_exact:
-                worth = self.worth(bigger) - self.worth(groups[name])
+                worth = self.worth(grown) - self.worth(groups[name])
                 if worth < below:
-                    heappush(found, (worth, True, place, name, option))
-            elif self.holds(bigger, is_changed=True):
+                    heappush(queue, (worth, True, number, name, option))
+            elif self.holds(grown, is_changed=True):
                 return Best(worth, name, option)
         return None
 
     def _options_by_group(
-        self, groups: Mapping[str, Candidates], candidate: Candidate
-    ) -> Iterator[tuple[str, list[tuple[float, Candidate]]]]:
+        self, groups: Mapping[str, TrialGroup], candidate: TrialMember
+    ) -> Iterator[tuple[str, list[tuple[float, TrialMember]]]]:
         """Yield the options of up to `MOST_TRIED` groups that have any."""
         full = self.cluster.limits.max_group_jobs
         tried = 0
@@ -234,7 +234,7 @@ class SearchState:
                 tried += 1
                 yield name, self._added[key]
 
-    def _adding(self, group: Candidates, candidate: Candidate) -> list[tuple[float, Candidate]]:
+    def _adding(self, group: TrialGroup, candidate: TrialMember) -> list[tuple[float, TrialMember]]:
         """Choices of nodes for adding the job, each with a lower bound of the change in $/h."""
         if not self._trains_fit(group, candidate):
             return []
@@ -249,17 +249,19 @@ class SearchState:
         ]
         if not options:
             return []
-        least = self.price(group) - self._most_progress((*group, candidate)) - self.worth(group)
-        own = set(nodes_of(group))
+        bound = self.price(group) - self._most_progress((*group, candidate)) - self.worth(group)
+        present = set(nodes_of(group))
         return [
             (
-                least + sum(self._node_price(node) for node in option.nodes if node not in own),
+                bound + sum(self._node_price(node) for node in option.nodes if node not in present),
                 option,
             )
             for option in options
         ]
 
-    def _ways(self, group: Candidates, shares: Shares, option: Candidate) -> Iterator[Candidate]:
+    def _ways(
+        self, group: TrialGroup, shares: TimeShares, option: TrialMember
+    ) -> Iterator[TrialMember]:
         """Yield the variants of a placement that pass a cheap check of the nodes' time.
 
         These are running side by side with others on the node, if possible, and taking turns with
@@ -269,17 +271,17 @@ class SearchState:
         """
         together = option._replace(takes_turns=False)
         if self._view is not in_turns and any(
-            node in other.nodes for node in option.nodes for other in group
+            node in member.nodes for node in option.nodes for member in group
         ):
-            bigger = (*group, together)
-            if slowdowns_of(bigger, self._host_of):
-                if shares_of(self._view(bigger)[0]) is not None:
+            grown = (*group, together)
+            if slowdowns_of(grown, self._host_of):
+                if shares_of(self._view(grown)[0]) is not None:
                     yield together
                 together = option._replace(takes_turns=True)
         if has_shares(shares, together, together.nodes):
             yield together
 
-    def _most_progress(self, group: Candidates) -> float:
+    def _most_progress(self, group: TrialGroup) -> float:
         """Upper bound, in $/h, of the value of a group's progress for any choice of rollout nodes.
 
         No job is faster than alone, and the jobs train one after another. The bound gives the train
@@ -291,47 +293,47 @@ class SearchState:
             for c in group
         ]
         uses.sort(key=_price_of_training, reverse=True)
-        worth, left = 0.0, 1 + len(group) / (MAX_LAPS - WARM_LAPS)
+        worth, remaining = 0.0, 1 + len(group) / (MAX_LAPS - WARM_LAPS)
         for train, price in uses:
-            speed = FASTEST if train * FASTEST <= left else left / train
+            speed = FASTEST if train * FASTEST <= remaining else remaining / train
             worth += price * speed
-            left -= train * speed
+            remaining -= train * speed
         return VALUE * worth
 
-    def _node_choices(self, group: Candidates, candidate: Candidate) -> Iterator[tuple[str, ...]]:
+    def _node_choices(self, group: TrialGroup, candidate: TrialMember) -> Iterator[tuple[str, ...]]:
         """Yield choices of nodes: nodes of the group, then just enough additional new nodes (WEAVE
         §4.2)."""
         count = candidate.rollout.num_nodes
-        own = nodes_of(group)
+        present = nodes_of(group)
         free = len(self.cluster.free.get(ROLLOUT, ()))
         if count == 1:
-            yield from ((node,) for node in own)
+            yield from ((node,) for node in present)
             if free:
                 yield self._new_nodes(1)
             return
-        same = dict.fromkeys(other.nodes for other in group if len(other.nodes) == count)
+        same = dict.fromkeys(member.nodes for member in group if len(member.nodes) == count)
         yield from same
-        ranked = by_load(group, own)
-        for kept in range(min(count, len(ranked)), -1, -1):
-            nodes = (*ranked[:kept], *self._new_nodes(count - kept))
-            if nodes not in same and count - kept <= free:
+        ranked = by_load(group, present)
+        for num_kept in range(min(count, len(ranked)), -1, -1):
+            nodes = (*ranked[:num_kept], *self._new_nodes(count - num_kept))
+            if nodes not in same and count - num_kept <= free:
                 yield nodes
 
-    def _trains_fit(self, group: Candidates, candidate: Candidate) -> bool:
-        taken = sum(other.train.host_bytes for other in group) + candidate.train.host_bytes
-        return _fits(taken, self._fresh[TRAIN][1])
+    def _trains_fit(self, group: TrialGroup, candidate: TrialMember) -> bool:
+        used = sum(member.train.host_bytes for member in group) + candidate.train.host_bytes
+        return _fits(used, self._fresh[TRAIN][1])
 
     def _rollouts_fit(
-        self, group: Candidates, candidate: Candidate, nodes: tuple[str, ...]
+        self, group: TrialGroup, candidate: TrialMember, nodes: tuple[str, ...]
     ) -> bool:
         """Whether the rollout nodes hold all working sets including the job's. An exact fit is
         allowed."""
         for node in nodes:
-            taken = sum(other.rollout.host_bytes for other in group if node in other.nodes)
+            used = sum(member.rollout.host_bytes for member in group if node in member.nodes)
             host = self.cluster.hosts.get(NodeId(node))
             room = host.host_bytes if host is not None else self._fresh[ROLLOUT][1]
             is_there = host is None or is_usable(host, candidate.rollout)
-            if not (is_there and _fits(taken + candidate.rollout.host_bytes, room)):
+            if not (is_there and _fits(used + candidate.rollout.host_bytes, room)):
                 return False
         return True
 
@@ -369,18 +371,18 @@ def is_plannable(cluster: Cluster, group: Group) -> bool:
     return True
 
 
-class _Groups(Mapping[str, Candidates]):
+class _Groups(Mapping[str, TrialGroup]):
     """The groups that can be replanned, built on access: placing one job reads only the first
     few."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._made: dict[str, Candidates] = {}
+        self._made: dict[str, TrialGroup] = {}
 
-    def __getitem__(self, name: str) -> Candidates:
+    def __getitem__(self, name: str) -> TrialGroup:
         if name not in self._made:
             members = self._cluster.groups[name].members.values()
-            self._made[name] = tuple([candidate_of(self._cluster, m) for m in members])
+            self._made[name] = tuple([trial_member_of(self._cluster, m) for m in members])
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -407,8 +409,8 @@ progress."""
 
 
 class Plan(NamedTuple):
-    groups: dict[str, Candidates]
-    places: dict[str, str]
+    groups: dict[str, TrialGroup]
+    new_groups: dict[str, str]
     """Job → its new group, for each job that moves."""
 
 
@@ -428,15 +430,15 @@ def replan(cluster: Cluster) -> list[Move]:
 def _step(state: SearchState, plan: Plan) -> Plan | None:
     """Return the most valuable step, or None if none is worth its moves. Ties go to the first."""
     best: tuple[float, Plan] | None = None
-    for name, out in _sources(state, plan):
-        trial = _without(state, plan, name, out)
-        found = _settle(state, plan, trial) if trial.gain > 0 else None
-        if found is not None and (best is None or found[0] > best[0]):
-            best = found
+    for name, removed in _sources(state, plan):
+        trial = _without(state, plan, name, removed)
+        settled = _settle(state, plan, trial) if trial.gain > 0 else None
+        if settled is not None and (best is None or settled[0] > best[0]):
+            best = settled
     return best[1] if best is not None else None
 
 
-def _sources(state: SearchState, plan: Plan) -> Iterator[tuple[str, Candidates]]:
+def _sources(state: SearchState, plan: Plan) -> Iterator[tuple[str, TrialGroup]]:
     ranked = sorted(plan.groups, key=lambda n: -state.standing(plan.groups[n]))
     for name in ranked[:MAX_SOURCES]:
         group = plan.groups[name]
@@ -445,37 +447,37 @@ def _sources(state: SearchState, plan: Plan) -> Iterator[tuple[str, Candidates]]
             yield from ((name, (candidate,)) for candidate in group)
 
 
-class _Try(NamedTuple):
+class _Removal(NamedTuple):
     """A group with some members removed."""
 
     source: str
-    out: Candidates
-    groups: dict[str, Candidates]
+    removed: TrialGroup
+    groups: dict[str, TrialGroup]
     gain: float
     """Savings in $/h from removing them."""
 
 
-def _without(state: SearchState, plan: Plan, name: str, out: Candidates) -> _Try:
+def _without(state: SearchState, plan: Plan, name: str, removed: TrialGroup) -> _Removal:
     group = plan.groups[name]
-    rest = tuple(candidate for candidate in group if candidate not in out)
-    groups = {other: members for other, members in plan.groups.items() if other != name}
-    if rest:
-        groups[name] = rest
-    return _Try(name, out, groups, state.standing(group) - state.standing(rest))
+    remaining = tuple(candidate for candidate in group if candidate not in removed)
+    groups = {key: members for key, members in plan.groups.items() if key != name}
+    if remaining:
+        groups[name] = remaining
+    return _Removal(name, removed, groups, state.standing(group) - state.standing(remaining))
 
 
-def _settle(state: SearchState, plan: Plan, trial: _Try) -> tuple[float, Plan] | None:
+def _settle(state: SearchState, plan: Plan, trial: _Removal) -> tuple[float, Plan] | None:
     """Place each removed member elsewhere, the longest iteration first.
 
     Returns: the saving in $ per hour times seconds, minus the cost of the moves, and the plan. None
         if nothing is saved.
     """
     groups = trial.groups
-    places = dict(plan.places)
+    new_groups = dict(plan.new_groups)
     gain, pauses = trial.gain, 0.0
-    for candidate in sorted(trial.out, key=lambda s: -s.timing.solo_s):
-        mover: Candidate | None = candidate
-        if candidate.job not in plan.places:
+    for candidate in sorted(trial.removed, key=lambda s: -s.timing.solo_s):
+        mover: TrialMember | None = candidate
+        if candidate.job not in plan.new_groups:
             mover = moved(candidate, MOVE_S)
             pauses += PRICE_OF_PAUSE * state.own_price(candidate) * MOVE_S
         if mover is None:
@@ -483,68 +485,70 @@ def _settle(state: SearchState, plan: Plan, trial: _Try) -> tuple[float, Plan] |
         targets = {name: group for name, group in groups.items() if name != trial.source}
         alone = state.alone(mover)
         alone_worth = state.worth((alone,))
-        found = state.best(targets, mover, alone_worth)
-        if found is not None:
-            gain -= found.worth
-            name, mover = found.group, found.candidate
+        target = state.best(targets, mover, alone_worth)
+        if target is not None:
+            gain -= target.worth
+            name, mover = target.group, target.candidate
         elif len(plan.groups[trial.source]) > 1:
             gain -= alone_worth
             name, mover = state.new_group(), alone
         else:
             return None
         groups[name] = (*groups.get(name, ()), mover)
-        places[mover.job] = name
-    saved = gain * min(HORIZON_S, max(candidate.work_s for candidate in trial.out)) - pauses
+        new_groups[mover.job] = name
+    saved = gain * min(HORIZON_S, max(candidate.work_s for candidate in trial.removed)) - pauses
     if saved <= 0 or not _has_nodes(state, groups):
         return None
-    return saved, Plan(groups, places)
+    return saved, Plan(groups, new_groups)
 
 
-def _has_nodes(state: SearchState, groups: dict[str, Candidates]) -> bool:
+def _has_nodes(state: SearchState, groups: dict[str, TrialGroup]) -> bool:
     new = sum(node.startswith(NEW) for group in groups.values() for node in nodes_of(group))
     trains = sum(g[0].train.num_nodes for name, g in groups.items() if name.startswith(NEW))
     free = state.cluster.free
     return new <= len(free.get(ROLLOUT, ())) and trains <= len(free.get(TRAIN, ()))
 
 
-def _moves(cluster: Cluster, before: Mapping[str, Candidates], plan: Plan) -> list[Move]:
+def _moves(cluster: Cluster, before: Mapping[str, TrialGroup], plan: Plan) -> list[Move]:
     """Convert a plan to moves, replacing placeholder names with real nodes.
 
     New nodes are chosen only from nodes that are free now. A node that a move releases may be
     needed by another job that shares it.
     """
-    was = {
+    origin = {
         candidate.job: (name, candidate.nodes)
         for name, group in before.items()
         for candidate in group
     }
     rolling, training = iter(cluster.free.get(ROLLOUT, [])), iter(cluster.free.get(TRAIN, []))
     chosen: dict[str, NodeId] = {}
-    made: dict[str, tuple[str, list[NodeId]]] = {}
+    created: dict[str, tuple[str, list[NodeId]]] = {}
     moves = []
-    for job, name in _in_order(plan, was):
+    for job, name in _in_order(plan, origin):
         candidate = next(candidate for candidate in plan.groups[name] if candidate.job == job)
         for node in candidate.nodes:
             if node not in chosen:
                 chosen[node] = next(rolling) if node.startswith(NEW) else NodeId(node)
         if not name.startswith(NEW):
             group, trains = name, cluster.groups[name].nodes.get(TRAIN, [])
-        elif name in made:
-            group, trains = made[name]
+        elif name in created:
+            group, trains = created[name]
         else:
             group, trains = "", [next(training) for _ in range(candidate.train.num_nodes)]
-            made[name] = f"g{cluster.num_groups + len(made) + 1}", trains
+            created[name] = f"g{cluster.num_groups + len(created) + 1}", trains
         nodes = pinned((chosen[node] for node in candidate.nodes), trains)
-        company = company_of(cluster, plan.groups[name], candidate)
-        others = len(plan.groups[name]) - 1
-        sharing = f"shares with {other_jobs(others)}" if others else "alone on its own nodes"
-        why = f"repacked: {sharing}{company}"
-        placed = Placed(group, nodes, why, takes_turns=candidate.takes_turns)
+        neighbours = company_of(cluster, plan.groups[name], candidate)
+        others_count = len(plan.groups[name]) - 1
+        sharing = (
+            f"shares with {other_jobs(others_count)}" if others_count else "alone on its own nodes"
+        )
+        reason = f"repacked: {sharing}{neighbours}"
+        placed = Placed(group, nodes, reason, takes_turns=candidate.takes_turns)
         moves.append(Move(job, placed))
     return moves
 
 
-def _in_order(plan: Plan, was: dict[str, tuple[str, tuple[str, ...]]]) -> list[tuple[str, str]]:
+def _in_order(plan: Plan, origin: dict[str, tuple[str, tuple[str, ...]]]) -> list[tuple[str, str]]:
     """Order the (job, group) pairs of the jobs that actually move.
 
     In this order, no group becomes empty while a job is still to join it. Empty if no such order
@@ -555,20 +559,20 @@ def _in_order(plan: Plan, was: dict[str, tuple[str, tuple[str, ...]]]) -> list[t
         for name, group in plan.groups.items()
         for candidate in group
     }
-    going = [(job, name) for job, name in plan.places.items() if is_at[job] != was[job]]
-    inside = Counter(name for name, _ in was.values())
-    coming = Counter(name for _, name in going)
+    movers = [(job, name) for job, name in plan.new_groups.items() if is_at[job] != origin[job]]
+    num_inside = Counter(name for name, _ in origin.values())
+    num_coming = Counter(name for _, name in movers)
     ordered: list[tuple[str, str]] = []
-    while going:
-        for job, name in going:
-            source = was[job][0]
-            if source == name or inside[source] > 1 or not coming[source]:
+    while movers:
+        for job, name in movers:
+            source = origin[job][0]
+            if source == name or num_inside[source] > 1 or not num_coming[source]:
                 break
         else:
             return []
-        going.remove((job, name))
+        movers.remove((job, name))
         ordered.append((job, name))
-        inside[source] -= 1
-        inside[name] += 1
-        coming[name] -= 1
+        num_inside[source] -= 1
+        num_inside[name] += 1
+        num_coming[name] -= 1
     return ordered

@@ -48,16 +48,16 @@ def _by_kind(view: SharingView) -> list[int] | None:
 def _by_table(view: SharingView, table: SlowdownTable) -> list[int] | None:
     def gain(counts: list[int], i: int) -> float:
         """Return the combined speed if claim `i` had one more unit."""
-        more = [count + (place == i) for place, count in enumerate(counts)]
-        return sum(speeds(table, view.units, view.claims, more))
+        increased = [count + (place == i) for place, count in enumerate(counts)]
+        return sum(speeds(table, view.units, view.claims, increased))
 
     counts = _divide(view.units, view.claims, gain)
     if view.newcomer is None:
         return counts
-    beside = sum(speeds(table, view.units, view.claims, counts))
-    alone = _share(replace(view, newcomer=None)) or []
-    now = sum(speeds(table, view.units, view.running, alone))
-    return counts if beside >= max(1.0, now) * (1 + MARGIN) else None
+    shared_speed = sum(speeds(table, view.units, view.claims, counts))
+    present_counts = _share(replace(view, newcomer=None)) or []
+    present_speed = sum(speeds(table, view.units, view.running, present_counts))
+    return counts if shared_speed >= max(1.0, present_speed) * (1 + MARGIN) else None
 
 
 def _divide(

@@ -34,16 +34,16 @@ LEEWAY = 0.25
 
 def _choose(view: DeviceView) -> Candidate | Wait:
     resident = view.resident
-    others = [c for c in view.candidates if resident is None or c.job != resident.job]
-    if resident is None or not others:
+    rivals = [c for c in view.candidates if resident is None or c.job != resident.job]
+    if resident is None or not rivals:
         return highest(view.candidates, view.now_s)
-    rival = highest(others, view.now_s)
-    own = view.of(resident.job)
-    if own:
-        first = highest(own, view.now_s)
-        is_best = _is_worth_it(view, resident, first, rival, others)
+    rival = highest(rivals, view.now_s)
+    resident_ones = view.of(resident.job)
+    if resident_ones:
+        first = highest(resident_ones, view.now_s)
+        is_best = _is_worth_it(view, resident, first, rival, rivals)
         return first if is_best else highest(view.candidates, view.now_s)
-    until_s = _until_s(view, resident, rival, others) if view.may_wait else 0.0
+    until_s = _until_s(view, resident, rival, rivals) if view.may_wait else 0.0
     if until_s > view.now_s:
         reason = "its next operation is expected soon, and switching away would cost more"
         return Wait(until_s, resident.job, reason)
@@ -55,25 +55,25 @@ def _is_worth_it(
     resident: Resident,
     first: Candidate,
     rival: Candidate,
-    others: list[Candidate],
+    rivals: list[Candidate],
 ) -> bool:
     """Whether the resident job's operation should run before the one that HRRS prefers."""
     takes_s = first.switch_s + first.duration_s
     if takes_s >= max(rival.duration_s, rival.phase_s) + rival.leaving_s:
         return False
-    is_starved = any(_starved_s(c, resident) <= view.now_s for c in others)
-    has_room = all(c.slack_s - c.switch_s >= takes_s for c in others)
+    is_starved = any(_starved_s(c, resident) <= view.now_s for c in rivals)
+    has_room = all(c.slack_s - c.switch_s >= takes_s for c in rivals)
     return has_room and not is_starved
 
 
 def _until_s(
-    view: DeviceView, resident: Resident, rival: Candidate, others: list[Candidate]
+    view: DeviceView, resident: Resident, rival: Candidate, rivals: list[Candidate]
 ) -> float:
     """Time until which to wait for the resident job's next operation. A past time means no wait."""
     given_up_s = resident.idle_since_s + rival.leaving_s
     overdue_s = max(resident.late_s, resident.at_s + LEEWAY * rival.leaving_s)
-    starved_s = min(_starved_s(c, resident) for c in others)
-    slack_s = min(c.slack_s - c.switch_s for c in others)
+    starved_s = min(_starved_s(c, resident) for c in rivals)
+    slack_s = min(c.slack_s - c.switch_s for c in rivals)
     until_s = min(given_up_s, overdue_s, starved_s, view.now_s + slack_s)
     return until_s if resident.at_s < until_s else 0.0
 

@@ -24,16 +24,16 @@ def _choose(view: DeviceView) -> Candidate | Wait:
     """
     resident = view.resident
     if resident is not None:
-        own = view.of(resident.job)
-        going_on = [c for c in own if c.continues]
-        if going_on:
-            return going_on[0]
-        if view.may_wait and resident.phase_until_s > view.now_s and not own:
+        ready = view.of(resident.job)
+        continuing = [c for c in ready if c.continues]
+        if continuing:
+            return continuing[0]
+        if view.may_wait and resident.phase_until_s > view.now_s and not ready:
             return Wait(resident.phase_until_s, resident.job, "its phase has not ended")
     for member in view.members:
-        own = view.of(member.job)
-        if own:
-            return own[0]
+        ready = view.of(member.job)
+        if ready:
+            return ready[0]
         if view.may_wait and member.until_s > view.now_s:
             return Wait(member.until_s, member.job, "it is next in the round")
     return min(view.candidates, key=lambda c: c.by_arrival)

@@ -101,7 +101,7 @@ def _can_be_joined(budgets: list[Budget], settled_s: float) -> bool:
     remaining iterations cannot make up for that. If the number of iterations is unknown, the job is
     assumed to have enough.
     """
-    return all([settled_s * (left + 1) <= budget_s + SLACK for left, budget_s in budgets])
+    return all([settled_s * (num_left + 1) <= budget_s + SLACK for num_left, budget_s in budgets])
 
 
 @dataclass
@@ -166,28 +166,28 @@ def _placements(settled: _Settled) -> Iterator[tuple[list[NodeId], list[NodeId]]
     """
     cluster, member = settled.cluster, settled.member
     need = need_of(member, ROLLOUT)
-    own = rolls_on(cluster, settled.group, member)
+    usable = rolls_on(cluster, settled.group, member)
     count = need.num_nodes
     if count == 0:
         yield [], []
     elif count == 1:
-        yield from (([node], []) for node in own)
+        yield from (([node], []) for node in usable)
     else:
-        ranked = _by_load(settled, own)
+        ranked = _by_load(settled, usable)
         sets = [list(used) for _, used in settled.members if len(used) == count]
         windows = [ranked[i : i + count] for i in range(len(ranked) - count + 1)]
         seen: set[frozenset[str]] = set()
         for nodes in [*sets, *windows]:
             key = frozenset(nodes)
-            if key not in seen and key <= set(own):
+            if key not in seen and key <= set(usable):
                 seen.add(key)
                 yield [NodeId(n) for n in nodes], []
-        own = ranked
+        usable = ranked
     for num_new in range(1, count + 1):
         new = free_nodes(cluster, ROLLOUT, need, num_new)
-        if len(new) < num_new or count - num_new > len(own):
+        if len(new) < num_new or count - num_new > len(usable):
             continue
-        yield own[: count - num_new], new
+        yield usable[: count - num_new], new
 
 
 def _place(cluster: Cluster, member: Member) -> Decision:
@@ -197,9 +197,9 @@ def _place(cluster: Cluster, member: Member) -> Decision:
     job = timing_of(member)
     best = _Best()
     for group in _promising(cluster, member, job, best):
-        found = _cheapest(_Settled(cluster, group, member, job), best.price)
-        if found is not None:
-            best.price, best.placed = found
+        cheapest = _cheapest(_Settled(cluster, group, member, job), best.price)
+        if cheapest is not None:
+            best.price, best.placed = cheapest
             if best.price == 0.0:
                 break
     if alone is not None and _price(cluster, alone) < best.price:
@@ -221,16 +221,16 @@ def _cheapest(settled: _Settled, below: float) -> tuple[float, Placed] | None:
     if settled.period_with((), budgets) is None:
         return None
     best: tuple[float, Placed] | None = None
-    for own, new in _placements(settled):
+    for existing, new in _placements(settled):
         price = price_per_hour(cluster, new)
         if price >= below:
             continue
-        period = settled.period_with((*own, *new), budgets)
+        period = settled.period_with((*existing, *new), budgets)
         if period is not None:
-            nodes = pinned((*own, *new), train)
-            why = f"shares with {other_jobs(len(group.members))}: a meta-iteration takes "
-            why += f"{period:.1f} s, at an extra cost of {price:.2f} $/h"
-            best = price, Placed(group.name, nodes, why)
+            nodes = pinned((*existing, *new), train)
+            reason = f"shares with {other_jobs(len(group.members))}: a meta-iteration takes "
+            reason += f"{period:.1f} s, at an extra cost of {price:.2f} $/h"
+            best = price, Placed(group.name, nodes, reason)
             below = price
     return best
 

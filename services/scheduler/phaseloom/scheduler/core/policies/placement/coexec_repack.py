@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core.planning.nodes import other_jobs
-from phaseloom.scheduler.core.planning.weave.candidates import candidate_of, holds
+from phaseloom.scheduler.core.planning.weave.candidates import holds, trial_member_of
 from phaseloom.scheduler.core.planning.weave.period import ROLLOUT, TRAIN
 from phaseloom.scheduler.core.planning.weave.pool import fresh, no_place, pinned, share_blindly
 from phaseloom.scheduler.core.planning.weave.search import (
@@ -46,24 +46,24 @@ def _place(cluster: Cluster, member: Member) -> Decision:
     if member.cycle is None:
         return alone or share_blindly(cluster, member) or Waits(no_place(cluster, member))
     state = search_state_of(cluster)
-    candidate = candidate_of(cluster, member)
+    candidate = trial_member_of(cluster, member)
     below = state.worth((state.alone(candidate),)) if alone is not None else float("inf")
-    found = state.best(state.groups, candidate, below)
-    if found is None:
+    best = state.best(state.groups, candidate, below)
+    if best is None:
         return alone or Waits(no_place(cluster, member))
     free = iter(cluster.free.get(ROLLOUT, ()))
-    rolls = [next(free) if node.startswith(NEW) else NodeId(node) for node in found.candidate.nodes]
-    trains = list(cluster.groups[found.group].nodes.get(TRAIN, ()))
-    others = state.groups[found.group]
-    company = company_of(cluster, (*others, found.candidate), found.candidate)
-    why = f"shares with {other_jobs(len(others))}; all stay within their SLO budget{company}"
-    nodes, takes_turns = pinned(rolls, trains), found.candidate.takes_turns
-    return Placed(found.group, nodes, why, takes_turns=takes_turns)
+    rolls = [next(free) if node.startswith(NEW) else NodeId(node) for node in best.candidate.nodes]
+    trains = list(cluster.groups[best.group].nodes.get(TRAIN, ()))
+    members = state.groups[best.group]
+    neighbours = company_of(cluster, (*members, best.candidate), best.candidate)
+    reason = f"shares with {other_jobs(len(members))}; all stay within their SLO budget{neighbours}"
+    nodes, takes_turns = pinned(rolls, trains), best.candidate.takes_turns
+    return Placed(best.group, nodes, reason, takes_turns=takes_turns)
 
 
 def _is_overloaded(cluster: Cluster, group: Group) -> bool:
     """Whether the pace of some member exceeds its remaining budget."""
-    everybody = tuple(candidate_of(cluster, member) for member in group.members.values())
+    everybody = tuple(trial_member_of(cluster, member) for member in group.members.values())
     switch_s = cluster.limits.switch_s
     return not holds(everybody, switch_s, is_changed=False, view=view_of(cluster))
 

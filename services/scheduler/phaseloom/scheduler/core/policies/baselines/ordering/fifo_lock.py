@@ -18,9 +18,9 @@ def _choose(view: DeviceView) -> Candidate | Wait:
     """Return the next operation of the phase that holds the lock, or else the earliest arrival."""
     resident = view.resident
     if resident is not None:
-        going_on = [c for c in view.of(resident.job) if c.continues]
-        if going_on:
-            return going_on[0]
+        continuing = [c for c in view.of(resident.job) if c.continues]
+        if continuing:
+            return continuing[0]
         if view.may_wait and resident.phase_until_s > view.now_s and not view.of(resident.job):
             return Wait(resident.phase_until_s, resident.job, "its phase holds the device's lock")
     return min(view.candidates, key=lambda c: c.by_arrival)

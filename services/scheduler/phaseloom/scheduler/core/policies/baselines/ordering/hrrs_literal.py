@@ -10,7 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phaseloom.scheduler.core.policies.device_view import Candidate, DeviceView, Entry, Ordering
+from phaseloom.scheduler.core.policies.device_view import (
+    Candidate,
+    DeviceView,
+    Ordering,
+    PlannedRun,
+)
 from phaseloom.scheduler.core.policies.ordering.hrrs import response_ratio
 
 
@@ -23,15 +28,15 @@ def score(candidate: Candidate, now_s: float) -> float:
     return response_ratio(candidate.waited_s(now_s), _service_s(candidate))
 
 
-def timeline(ordered: Sequence[Candidate], now_s: float) -> list[Entry]:
+def timeline(ordered: Sequence[Candidate], now_s: float) -> list[PlannedRun]:
     """Plan start and end times as in lines 13-24, including both charges."""
-    entries: list[Entry] = []
+    entries: list[PlannedRun] = []
     cursor_s = now_s
     for candidate in ordered:
         if not entries and not candidate.is_running:
             cursor_s += candidate.setup_s
         end_s = cursor_s + _service_s(candidate)
-        entries.append(Entry(candidate.operation, cursor_s, end_s))
+        entries.append(PlannedRun(candidate.operation, cursor_s, end_s))
         cursor_s = end_s
     return entries
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from phaseloom.scheduler.core.planning.nodes import alone_takes
 from phaseloom.scheduler.core.planning.weave.period import ROLLOUT
-from phaseloom.scheduler.core.planning.weave.pool import fresh, need_of, pinned, rooms
+from phaseloom.scheduler.core.planning.weave.pool import fresh, groups_with_room, need_of, pinned
 from phaseloom.scheduler.core.state.cluster import (
     Cluster,
     Decision,
@@ -32,19 +32,23 @@ def share(member: Member, limits: Limits) -> float:
 
 
 def _place(cluster: Cluster, member: Member) -> Decision:
-    own = share(member, cluster.limits)
-    least = 1.0
-    for room in rooms(cluster, member):
-        taken = sum(share(other, cluster.limits) for other in room.group.members.values())
-        if taken + own <= 1.0 + 1e-9:
+    own_share = share(member, cluster.limits)
+    least_taken = 1.0
+    for room in groups_with_room(cluster, member):
+        taken_share = sum(
+            share(neighbour, cluster.limits) for neighbour in room.group.members.values()
+        )
+        if taken_share + own_share <= 1.0 + 1e-9:
             rolls = room.rolls[: need_of(member, ROLLOUT).num_nodes]
-            why = f"gets {own:.0%} of the group's time; its other jobs have {taken:.0%}"
-            return Placed(room.group.name, pinned(rolls, room.trains), why)
-        least = min(least, taken)
+            reason = (
+                f"gets {own_share:.0%} of the group's time; its other jobs have {taken_share:.0%}"
+            )
+            return Placed(room.group.name, pinned(rolls, room.trains), reason)
+        least_taken = min(least_taken, taken_share)
     alone = fresh(cluster, member, "alone on its own nodes")
     return alone or Waits(
-        f"needs {own:.0%} of a group's time, but at least {least:.0%} are taken in every group; "
-        f"running alone needs {alone_takes(cluster, member)}"
+        f"needs {own_share:.0%} of a group's time, but at least {least_taken:.0%} are taken in "
+        f"every group; running alone needs {alone_takes(cluster, member)}"
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from phaseloom.scheduler.core.planning.nodes import alone_takes
 from phaseloom.scheduler.core.planning.weave.period import ROLLOUT, TRAIN, group_phases, period_s
-from phaseloom.scheduler.core.planning.weave.pool import fresh, need_of, pinned, rooms
+from phaseloom.scheduler.core.planning.weave.pool import fresh, groups_with_room, need_of, pinned
 from phaseloom.scheduler.core.state.cluster import (
     Cluster,
     Decision,
@@ -36,21 +36,25 @@ def idle_share(group: Group, switch_s: float) -> float:
 def _place(cluster: Cluster, member: Member) -> Decision:
     switch_s = cluster.limits.switch_s
     # `min` keeps the first of equals: the group that was made first.
-    found = min(rooms(cluster, member), key=lambda r: -idle_share(r.group, switch_s), default=None)
-    if found is None:
+    room = min(
+        groups_with_room(cluster, member),
+        key=lambda r: -idle_share(r.group, switch_s),
+        default=None,
+    )
+    if room is None:
         alone = fresh(cluster, member, "alone on its own nodes: no group has room")
         return alone or Waits(
             f"no group has room, and running alone needs {alone_takes(cluster, member)}"
         )
     busy: dict[str, float] = {}
-    for job in group_phases(found.group, switch_s):
+    for job in group_phases(room.group, switch_s):
         for node in job.nodes:
             busy[node] = busy.get(node, 0.0) + job.rollout_s
-    ranked = sorted(found.rolls, key=lambda node: busy.get(node, 0.0))
+    ranked = sorted(room.rolls, key=lambda node: busy.get(node, 0.0))
     rolls = ranked[: need_of(member, ROLLOUT).num_nodes]
-    idle = idle_share(found.group, switch_s)
-    why = f"in the group with the most idle time, {idle:.0%} of its node time"
-    return Placed(found.group.name, pinned(rolls, found.trains), why)
+    idle = idle_share(room.group, switch_s)
+    reason = f"in the group with the most idle time, {idle:.0%} of its node time"
+    return Placed(room.group.name, pinned(rolls, room.trains), reason)
 
 
 most_idle = Placement(_place)

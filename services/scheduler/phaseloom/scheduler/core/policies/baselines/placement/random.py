@@ -11,7 +11,7 @@ from zlib import crc32
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core.planning.nodes import alone_takes
 from phaseloom.scheduler.core.planning.weave.period import ROLLOUT
-from phaseloom.scheduler.core.planning.weave.pool import fresh, need_of, pinned, rooms
+from phaseloom.scheduler.core.planning.weave.pool import fresh, groups_with_room, need_of, pinned
 from phaseloom.scheduler.core.state.cluster import (
     Cluster,
     Decision,
@@ -24,24 +24,24 @@ from phaseloom.scheduler.core.state.cluster import (
 
 def _place(cluster: Cluster, member: Member) -> Decision:
     alone = fresh(cluster, member, "alone on its own nodes by random choice")
-    found = list(rooms(cluster, member))
-    options = len(found) + (alone is not None)
-    if not options:
+    options_with_room = list(groups_with_room(cluster, member))
+    num_options = len(options_with_room) + (alone is not None)
+    if not num_options:
         takes = alone_takes(cluster, member)
         return Waits(f"no group has room, and running alone needs {takes}")
-    drawn = crc32(f"{member.job}/{cluster.num_groups}".encode())
-    chosen = drawn % options
-    if chosen == len(found):
+    number = crc32(f"{member.job}/{cluster.num_groups}".encode())
+    chosen = number % num_options
+    if chosen == len(options_with_room):
         assert alone is not None
         return alone
-    room = found[chosen]
+    room = options_with_room[chosen]
 
     def rank(node: NodeId) -> tuple[int, str]:
         return crc32(f"{member.job}/{node}".encode()), node
 
     rolls = sorted(room.rolls, key=rank)[: need_of(member, ROLLOUT).num_nodes]
-    why = f"random choice among {options} options"
-    return Placed(room.group.name, pinned(rolls, room.trains), why)
+    reason = f"random choice among {num_options} options"
+    return Placed(room.group.name, pinned(rolls, room.trains), reason)
 
 
 random = Placement(_place)
