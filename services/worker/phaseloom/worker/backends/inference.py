@@ -66,7 +66,8 @@ class InferenceBackend:
         if args.sampling.stop_strings:
             _ = self._token_bytes
         tokens = [prompt.tokens for prompt in args.prompts]
-        check_tokens(joined_ints(tokens, prompt_field), self.vocab_size, tokens, prompt_field)
+        tokens_N = joined_ints(tokens, prompt_field)
+        check_tokens(tokens_N, self.vocab_size, tokens, prompt_field)
         self._check_lengths(args.prompts, args.sampling.max_tokens)
 
     def check_forward(self, args: Forward) -> None:
@@ -111,15 +112,20 @@ class InferenceBackend:
                 raise CallerError(
                     "the prompt is empty", field=prompt_field(i), remedy="begin with some token"
                 )
-            num_new = max_tokens - prompt.num_generated
-            if not 0 <= prompt.num_generated < min(num_tokens, max_tokens):
+            num_generated = prompt.num_generated
+            if not 0 <= num_generated < min(num_tokens, max_tokens):
                 raise CallerError(
-                    f"{prompt.num_generated} of {num_tokens} tokens, and of max_tokens = "
+                    f"{num_generated} of {num_tokens} tokens, and of max_tokens = "
                     f"{max_tokens}, is no earlier answer to go on from",
                     field=f"args.prompts[{i}].num_generated",
                     remedy="leave a token of the prompt and one to generate",
                 )
-            check_positions(num_tokens, self._max_positions, prompt_field(i), num_new=num_new)
+            check_positions(
+                num_tokens,
+                self._max_positions,
+                prompt_field(i),
+                num_new=max_tokens - num_generated,
+            )
 
     def _cannot_train(self, kind: str) -> CallerError:
         return CallerError(
@@ -154,12 +160,12 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         raise CallerError(
             "a string is empty", field="args.sampling.stop_strings", remedy="leave it out"
         )
-    stops = [sampling.stop_token_ids]
+    stop_ids = [sampling.stop_token_ids]
 
     def field(_: int) -> str:
         return "args.sampling.stop_token_ids"
 
-    check_tokens(joined_ints(stops, field), vocab_size, stops, field)
+    check_tokens(joined_ints(stop_ids, field), vocab_size, stop_ids, field)
 
 
 def prompt_field(i: int) -> str:

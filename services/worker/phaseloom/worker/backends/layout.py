@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from phaseloom.common.contract.errors import CallerError, Code, InternalError
-from phaseloom.common.contract.specs import Capabilities, DeploymentSpec, OptimizerOn
+from phaseloom.common.contract.specs import DeploymentSpec, OptimizerOn
 from phaseloom.common.contract.state_layout import Role, TensorSlot, host_start
 from phaseloom.common.tensors import layouts
 from phaseloom.common.tensors.resharding import item_bytes
@@ -185,8 +185,13 @@ def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
         )
     if spec.max_adapters < 0:
         raise CallerError("it is below 0", field="max_adapters", remedy="use 0 or more")
-    if spec.model.adapter is not None:
-        _check_adapter(spec, capabilities)
+    if spec.model.adapter is not None and not capabilities.adapters:
+        raise CallerError(
+            f"the {spec.backend} backend cannot do adapters",
+            code=Code.FAILED_PRECONDITION,
+            field="model.adapter",
+            remedy="use the backends 'fsdp', 'megatron', 'sampler' and 'vllm', or leave it out",
+        )
     axes = capabilities.axes
     for axis in spec.layout.__struct_fields__:
         size = getattr(spec.layout, axis)
@@ -200,16 +205,6 @@ def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
             )
     if spec.layout.num_ranks != ranks.world_size:
         raise InternalError(f"{ranks.world_size} ranks were started for {spec.layout}")
-
-
-def _check_adapter(spec: DeploymentSpec, capabilities: Capabilities) -> None:
-    if not capabilities.adapters:
-        raise CallerError(
-            f"the {spec.backend} backend cannot do adapters",
-            code=Code.FAILED_PRECONDITION,
-            field="model.adapter",
-            remedy="use the backends 'fsdp', 'megatron', 'sampler' and 'vllm', or leave it out",
-        )
 
 
 def plan(

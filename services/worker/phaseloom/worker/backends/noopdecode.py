@@ -26,7 +26,6 @@ from phaseloom.common.contract.operations import (
     DrawnTokens,
     Generate,
     GenerateResult,
-    Prompt,
     Sequence,
 )
 from phaseloom.worker.backends.base import Watch, nothing
@@ -97,18 +96,14 @@ def decode(
 
 def _rows(decoding: Decoding, args: Generate) -> list[_Row]:
     """Return a request's rows, in the order of prompts and samples."""
-    limit = args.sampling.max_tokens
-    return [
-        _row(decoding, prompt, prompt.sample + k, limit)
-        for prompt in args.prompts
-        for k in range(args.num_samples)
-    ]
-
-
-def _row(decoding: Decoding, prompt: Prompt, sample: int, limit: int) -> _Row:
-    sampled_tokens = random.Random(f"{prompt.seed}/{sample}").expovariate(1 / decoding.mean_tokens)
-    num_tokens = min(limit, 1 + int(sampled_tokens))
-    return _Row(num_tokens - prompt.num_generated, num_tokens == limit)
+    limit, rate = args.sampling.max_tokens, 1 / decoding.mean_tokens
+    rows = []
+    for prompt in args.prompts:
+        for sample in range(prompt.sample, prompt.sample + args.num_samples):
+            length = random.Random(f"{prompt.seed}/{sample}").expovariate(rate)
+            num_tokens = min(limit, 1 + int(length))
+            rows.append(_Row(num_tokens - prompt.num_generated, num_tokens == limit))
+    return rows
 
 
 def _new_tokens(args: Generate, rows: list[_Row]) -> list[DrawnTokens]:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -211,6 +211,18 @@ class TrainingBackend(Member, ABC):
             {"loss:sum": loss, "num_tokens:sum": float(num_tokens)},
             self.forward(request).logprobs if request else [],
         )
+
+
+def accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """Make the backward pass add a parameter's gradient to this tensor and free its own."""
+
+    def add(done: torch.Tensor) -> None:
+        assert done.grad is not None
+        gradient.add_(done.grad)
+        done.grad = None
+
+    untyped: Any = parameter
+    untyped.register_post_accumulate_grad_hook(add)
 
 
 def recompute(layers: Iterable[nn.Module]) -> None:

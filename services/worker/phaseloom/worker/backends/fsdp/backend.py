@@ -45,7 +45,6 @@ from phaseloom.worker.backends.batch import (
 from phaseloom.worker.backends.capabilities import kinds_of
 from phaseloom.worker.backends.experts import file_shapes
 from phaseloom.worker.backends.fsdp.parameters import (
-    Views,
     move_parameters,
     precision,
     preset_gradients,
@@ -142,7 +141,8 @@ class FsdpBackend(TrainingBackend):
         if spec.activation_checkpointing:
             recompute(layers)
         moved = self._tensors.views(masters or self._layout.weights)
-        gradients = self._gradients()
+        training = self._layout.training
+        gradients = self._tensors.views(training.gradients) if training else {}
         if ranks.world_size == 1:
             used = self._tensors.views(self._layout.weights)
             use_heap(self._model, moved, used, gradients)
@@ -255,11 +255,6 @@ class FsdpBackend(TrainingBackend):
         kind = self._tensors.device.type
         join_process_group(self._ranks, kind, self._group)
         return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
-
-    def _gradients(self) -> Views:
-        """Return the heap's gradients by parameter; empty if nothing is trained."""
-        layout = self._layout.training
-        return self._tensors.views(layout.gradients) if layout else {}
 
     def _backward(self, args: ForwardBackward, packed: Pass) -> float:
         lp_N = self._scorer(packed)

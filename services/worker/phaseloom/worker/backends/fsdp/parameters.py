@@ -16,6 +16,7 @@ from phaseloom.worker.backends.layout import (
     Region,
 )
 from phaseloom.worker.backends.lora.adapters import own_parameters
+from phaseloom.worker.backends.training import accumulate
 
 Views = Mapping[str, torch.Tensor]
 """Tensors by parameter name."""
@@ -73,19 +74,7 @@ def use_heap(model: nn.Module, filled: Views, used: Views, gradients: Views) -> 
         if gradients[name].dtype == parameter.dtype:
             parameter.grad = gradients[name]
         else:
-            hook = _adder_to(gradients[name])
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def _adder_to(gradient: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """Return a hook that moves a pass's gradient, in the weights' dtype, into this float32 one."""
-
-    def add(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        gradient.add_(parameter.grad)
-        parameter.grad = None
-
-    return add
+            accumulate(parameter, gradients[name])
 
 
 def precision(masters: Region | None, dtype: torch.dtype) -> MixedPrecisionPolicy:

@@ -57,7 +57,7 @@ from phaseloom.worker.backends.losses import loss_sum
 from phaseloom.worker.backends.megatron import devices
 from phaseloom.worker.backends.megatron.adapters import adapt, matrix_shards
 from phaseloom.worker.backends.megatron.context import Share, share_of
-from phaseloom.worker.backends.megatron.gradients import Gradients, accumulate
+from phaseloom.worker.backends.megatron.gradients import Gradients
 from phaseloom.worker.backends.megatron.slices import (
     Parameters,
     Place,
@@ -89,6 +89,7 @@ from phaseloom.worker.backends.training import (
     Masters,
     Training,
     TrainingBackend,
+    accumulate,
     recompute,
 )
 from phaseloom.worker.state.devicememory import DeviceMemory

@@ -25,7 +25,6 @@ losses are sums.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,18 +50,6 @@ of their input."""
 _KEYS_AND_VALUES = tuple(
     f"self_attn.{name}_proj.{of}" for name in "kv" for of in ("weight", "bias", "lora_B.weight")
 )
-
-
-def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    """Make the backward pass add a parameter's gradient to this tensor and free its own."""
-
-    def add(done: torch.Tensor) -> None:
-        assert done.grad is not None
-        gradient.add_(done.grad)
-        done.grad = None
-
-    untyped: Any = parameter
-    untyped.register_post_accumulate_grad_hook(add)
 
 
 class Gradients:

@@ -125,7 +125,12 @@ def check_sizes(sizes: Sizes, layout: Layout) -> None:
     Raises: CallerError: FAILED_PRECONDITION: it does not.
     """
     tp, pp = layout.tp, layout.pp
-    _check_experts(sizes.experts, layout)
+    if sizes.experts is None and layout.ep > 1:
+        raise _uneven("a model without experts cannot be spread over ep", "layout.ep")
+    if sizes.experts is not None and sizes.experts.num % layout.ep:
+        raise _uneven(
+            f"{sizes.experts.num} experts cannot be spread over ep = {layout.ep}", "layout.ep"
+        )
     for label, size in (
         ("attention heads", sizes.heads),
         ("MLP rows", 0 if sizes.experts else sizes.intermediate),
@@ -147,15 +152,6 @@ def check_sizes(sizes: Sizes, layout: Layout) -> None:
         _check_run(sizes.hidden * sizes.experts.intermediate, "moe_intermediate_size")
     if sizes.has_qkv_bias:
         _check_run(sizes.head, "head_dim")
-
-
-def _check_experts(experts: Experts | None, layout: Layout) -> None:
-    if experts is None:
-        if layout.ep > 1:
-            raise _uneven("a model without experts cannot be spread over ep", "layout.ep")
-        return
-    if experts.num % layout.ep:
-        raise _uneven(f"{experts.num} experts cannot be spread over ep = {layout.ep}", "layout.ep")
 
 
 def _check_run(num_elements: int, field: str) -> None:

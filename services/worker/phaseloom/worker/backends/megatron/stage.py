@@ -168,13 +168,10 @@ class Stage(GPTModel):  # type: ignore[misc]
                 hidden_TBH, tensor_parallel_output_grad=False
             )
         asked_NH = hidden_TBH.transpose(0, 1).flatten(0, 1)[self._here(share.index_N)]
-        weight = self.shared_embedding_or_output_weight() if self._is_tied else None
+        is_tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if is_tied else None
         logits_N1V, _ = self.output_layer(asked_NH[:, None], weight=weight)
         return self._logprobs(logits_N1V[:, 0].float(), self._here(share.targets_N))
-
-    @property
-    def _is_tied(self) -> bool:
-        return bool(self.share_embeddings_and_output_weights)
 
     def _here(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._frequencies.device)

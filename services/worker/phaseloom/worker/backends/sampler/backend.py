@@ -268,8 +268,21 @@ class SamplerBackend(InferenceBackend):
         self, wave: list[_Prompt], prefixes: list[Prefix], room: int
     ) -> Prefill[Any]:
         """Run prompts that have no cached prefix, or equally many uncached tokens."""
+        new_tokens = [
+            prompt.tokens_T[prefix.num_tokens :]
+            for prompt, prefix in zip(wave, prefixes, strict=True)
+        ]
+        tokens_PT, padding_P = _left_pad(new_tokens)
+        tokens_PT = tokens_PT.to(self._device)
         with self._row_adapters(prompt.adapter for prompt in wave):
-            return self._prefill_with(wave, prefixes, room)
+            if not prefixes[0].num_tokens:
+                capacity = tokens_PT.shape[1] + room
+                return self._decoder.prefill(tokens_PT, padding_P.to(self._device), capacity)
+            assert self._prefixes is not None
+            kv_LCBKSD = self._prefixes.read(prefixes)
+            columns = kv_LCBKSD.shape[-2]
+            padding_P = torch.tensor([columns - prefix.num_tokens for prefix in prefixes])
+            return self._decoder.resume(tokens_PT, kv_LCBKSD, padding_P.to(self._device), room)
 
     def _row_adapters(
         self, adapters: Iterable[AdapterVersion | None]
@@ -279,22 +292,6 @@ class SamplerBackend(InferenceBackend):
             return nullcontext()
         versions = [*adapters]
         return self._adapters.rows(versions) if any(versions) else nullcontext()
-
-    def _prefill_with(self, wave: list[_Prompt], prefixes: list[Prefix], room: int) -> Prefill[Any]:
-        new_tokens = [
-            prompt.tokens_T[prefix.num_tokens :]
-            for prompt, prefix in zip(wave, prefixes, strict=True)
-        ]
-        tokens_PT, padding_P = _left_pad(new_tokens)
-        tokens_PT = tokens_PT.to(self._device)
-        if not prefixes[0].num_tokens:
-            capacity = tokens_PT.shape[1] + room
-            return self._decoder.prefill(tokens_PT, padding_P.to(self._device), capacity)
-        assert self._prefixes is not None
-        kv_LCBKSD = self._prefixes.read(prefixes)
-        columns = kv_LCBKSD.shape[-2]
-        padding_P = torch.tensor([columns - prefix.num_tokens for prefix in prefixes])
-        return self._decoder.resume(tokens_PT, kv_LCBKSD, padding_P.to(self._device), room)
 
     def _cache_ended_rows(self, batch: _Batch) -> None:
         """Store the keys and values of rows that have just ended in the prefix cache."""

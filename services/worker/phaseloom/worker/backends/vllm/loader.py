@@ -99,7 +99,7 @@ class _Traced(torch.Tensor):
         def traced(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            if not _is_same_storage(value, first.meta):
+            if _storage(value) != _storage(first.meta):
                 raise unsupported(f"{first.of} is computed with ({func}), not only copied")
             return cls(first.of, value, first.copies, first.device)
 
@@ -189,10 +189,6 @@ def _start(view: torch.Tensor, shape: Sequence[int]) -> list[int]:
 def _storage(tensor: torch.Tensor) -> int:
     storage: Any = tensor.untyped_storage()
     return int(storage._cdata)
-
-
-def _is_same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return _storage(first) == _storage(second)
 
 
 def unsupported(reason: str) -> CallerError:
