@@ -166,7 +166,7 @@ def test_requests_of_other_adapters_join_a_batch(node: Node) -> None:
     [
         (Adapter(rank=32), 2, "rank 32"),
         (Adapter(rank=4, targets=("lm_head",)), 2, "lm_head"),
-        (Adapter(rank=4), 0, "keeps no adapters"),
+        (Adapter(rank=4), 0, "no room for adapters"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -184,7 +184,7 @@ def test_adapter_of_another_base_is_refused(node: Node, tmp_path: Path) -> None:
     other = Node(tmp_path, save_model(tmp_path / "other", hidden_size=64))
     version, _ = other.version("v", Adapter(rank=4), 1)
     shared, _ = node.start("sampler", LARGEST, max_adapters=1)
-    with pytest.raises(CallerError, match="on another base"):
+    with pytest.raises(CallerError, match="another base"):
         shared.check_adapter(version)
 
 

@@ -429,7 +429,7 @@ def test_sample_longer_than_the_models_positions_is_refused(policy: tuple[Backen
         partial(backend.check_forward, Forward([without_loss(longest), without_loss(long)])),
         partial(backend.check_forward_backward, lesson),
     ):
-        with pytest.raises(CallerError, match="65 tokens are more than the 64 positions") as raised:
+        with pytest.raises(CallerError, match="65 tokens exceed the 64 positions") as raised:
             check()
         assert raised.value.info.field == "args.batch[1].tokens"
 

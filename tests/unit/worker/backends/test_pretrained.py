@@ -155,7 +155,7 @@ def test_file_may_name_the_head_where_embeddings_are_tied(directory: Path, is_ti
         stored = load_file(directory / "model.safetensors")["lm_head.weight"]
         assert torch.equal(held, stored.float())
     else:
-        with pytest.raises(CallerError, match=r"has no model\.embed_tokens\.weight"):
+        with pytest.raises(CallerError, match=r"lack model\.embed_tokens\.weight"):
             filled(model)
 
 
@@ -185,10 +185,10 @@ def quantize(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lose, r"has no model\.norm\.weight"),
-        (add, r"has model\.layers\.0\.self_attn\.q_proj\.bias"),
-        (reshape, r"model\.norm\.weight has the shape \[31\], the config makes it \[32\]"),
-        (quantize, r"model\.norm\.weight is I8"),
+        (lose, r"lack model\.norm\.weight"),
+        (add, r"contain model\.layers\.0\.self_attn\.q_proj\.bias"),
+        (reshape, r"model\.norm\.weight with shape \[32\], got \[31\]"),
+        (quantize, r"model\.norm\.weight has the unsupported dtype I8"),
     ],
     ids=["missing", "more", "shape", "dtype"],
 )

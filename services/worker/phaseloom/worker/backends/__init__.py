@@ -51,7 +51,7 @@ def backend_factory(name: str) -> BackendFactory:
         from phaseloom.common.contract.errors import CallerError
 
         raise CallerError(
-            f"there is no backend {name!r}",
+            f"unknown backend {name!r}",
             field="deployments.backend",
             remedy=f"use one of {', '.join(sorted(BACKENDS))}",
         )

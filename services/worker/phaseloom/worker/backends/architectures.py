@@ -28,7 +28,7 @@ def check_model_type(model_type: object) -> None:
     """Check that our backends support this model type. Raises: CallerError: they do not."""
     if model_type not in MODEL_TYPES:
         raise CallerError(
-            f"models of type {model_type!r} are not supported",
+            f"model type {model_type!r} is not supported",
             field="model.config.model_type",
             remedy=f"use one of {', '.join(MODEL_TYPES)}",
         )
@@ -40,16 +40,16 @@ def check_attention(config: PreTrainedConfig) -> None:
     unsupported = sorted({*_layer_types(config)} - {FULL, SLIDING})
     if unsupported:
         raise CallerError(
-            f"layers of {', '.join(unsupported)} are not supported",
+            f"layer types {', '.join(unsupported)} are not supported",
             field="model.config.layer_types",
             remedy=f"use {FULL} or {SLIDING} in every layer",
         )
     # Samples of different lengths share a pass, so the longest would set the frequencies of all.
     if "longrope" in _rope_types(getattr(config, "rope_parameters", None) or {}):
         raise CallerError(
-            "rotary frequencies that depend on the length of the sequence are not supported",
+            "rope_type longrope is not supported: its frequencies depend on the sequence length",
             field="model.config.rope_parameters",
-            remedy="use another rope_type, as linear, yarn or llama3",
+            remedy="use another rope_type, such as linear, yarn or llama3",
         )
 
 

@@ -59,7 +59,7 @@ def joined_ints(values: Sequence[Int32s], field: FieldOf) -> Ints:
     except OverflowError:
         i = next(i for i, array in enumerate(values) if any(abs(v) >= 2**31 for v in array))
         raise CallerError(
-            "it holds a value that is no int32", field=field(i), remedy="use 0 to 2^31 - 1"
+            "a token id does not fit into int32", field=field(i), remedy="use 0 to 2^31 - 1"
         ) from None
 
 
@@ -70,9 +70,9 @@ def joined_floats(values: Sequence[Float32s], field: FieldOf) -> Floats:
     finite_N = np.isfinite(joined_N)
     if not finite_N.all():
         raise CallerError(
-            "it holds a value that is not a finite float32",
+            "a value is not a finite float32",
             field=field(_index_of_first_bad(values, ~finite_N)),
-            remedy="mask it out",
+            remedy="replace inf, nan and values above 3.4e38; mask positions with a 0",
         )
     return joined_N
 
@@ -86,7 +86,7 @@ def check_tokens(tokens_N: Ints, vocab_size: int, values: Sequence[Int32s], fiel
     bad_N = (tokens_N < 0) | (tokens_N >= vocab_size)
     if bad_N.any():
         raise CallerError(
-            f"token id {tokens_N[bad_N.argmax()]} is out of the vocabulary",
+            f"token id {tokens_N[bad_N.argmax()]} is outside the vocabulary of {vocab_size} tokens",
             field=field(_index_of_first_bad(values, bad_N)),
             remedy=f"use ids from 0 to {vocab_size - 1}",
         )
@@ -100,7 +100,11 @@ def check_samples(data: Sequence[Datum], max_positions: int) -> None:
     Raises: CallerError: there are no samples, or one is too long.
     """
     if not data:
-        raise CallerError("the batch is empty", field="args.batch", remedy="send at least 1 datum")
+        raise CallerError(
+            "expected at least one sample, got an empty batch",
+            field="args.batch",
+            remedy="pass at least one sample",
+        )
     for i, datum in enumerate(data):
         check_positions(length(datum.tokens), max_positions, f"args.batch[{i}].tokens")
 
@@ -115,11 +119,11 @@ def check_positions(num_tokens: int, max_positions: int, field: str, *, num_new:
     Raises: CallerError: the sequence is longer than the model's `max_position_embeddings`.
     """
     if num_tokens + num_new > max_positions:
-        new = f" and {num_new} new ones" if num_new else ""
+        new = f" plus {num_new} new ones" if num_new else ""
         raise CallerError(
-            f"{num_tokens} tokens{new} are more than the {max_positions} positions of the model",
+            f"{num_tokens} tokens{new} exceed the {max_positions} positions of the model",
             field=field,
-            remedy="shorten it; new tokens (max_tokens) count, too",
+            remedy="shorten the sequence, or lower max_tokens if it generates",
         )
 
 
@@ -146,10 +150,10 @@ def check_one_target(data: Sequence[Datum]) -> None:
     for i, datum in enumerate(data):
         if datum.num_targets != 1:
             raise CallerError(
-                f"{datum.num_targets} targets a position are more than this backend takes",
+                f"this backend supports one target per position, got {datum.num_targets}",
                 code=Code.FAILED_PRECONDITION,
                 field=_field("num_targets")(i),
-                remedy="use the backend 'fsdp', or one target",
+                remedy="use the backend 'fsdp', or one target per position",
             )
 
 
@@ -160,9 +164,10 @@ def loss_batch(args: ForwardBackward, vocab_size: int) -> Batch:
     """
     if args.loss in (Loss.PPO, Loss.CISPO) and not 0 <= args.clip_low <= args.clip_high:
         raise CallerError(
-            f"[{args.clip_low}, {args.clip_high}] is no range of ratios",
+            f"clip_low must be at least 0 and at most clip_high = {args.clip_high}, got "
+            f"{args.clip_low}",
             field="args.clip_low",
-            remedy="use bounds around 1, e.g. 0.8 and 1.2",
+            remedy="pass bounds of the probability ratio, such as 0.8 and 1.2",
         )
     check_num_targets(args)
     batch = _tokens_and_targets(args.batch, vocab_size)
@@ -201,7 +206,7 @@ def _check_unused(args: ForwardBackward) -> None:
             raise CallerError(
                 f"the loss {args.loss} does not use {unused}",
                 field=_field(unused)(i),
-                remedy=f"leave it out, or multiply it into {used}",
+                remedy=f"omit it, or multiply it into {used}",
             )
 
 
@@ -218,9 +223,9 @@ def _joined(
     for i, array in enumerate(values):
         if isinstance(array, bytes) and len(array) % 4:
             raise CallerError(
-                f"{len(array)} bytes are no whole number of values",
+                f"expected a multiple of 4 bytes, got {len(array)} bytes",
                 field=field(i),
-                remedy="send 4 little-endian bytes a value",
+                remedy="send little-endian values, 4 bytes each",
             )
     packed = (a if isinstance(a, bytes) else np.array(a, dtype=dtype).tobytes() for a in values)
     return np.frombuffer(b"".join(packed), dtype=dtype)
@@ -238,9 +243,9 @@ def _check_lengths(lengths_S: Ints, expected_S: Ints, field: FieldOf) -> None:
     if differing_S.size:
         i = int(differing_S[0])
         raise CallerError(
-            f"it has length {lengths_S[i]} and not the {expected_S[i]} that are due",
+            f"expected {expected_S[i]} values, got {lengths_S[i]}",
             field=field(i),
-            remedy="give one value a token; of targets and weights num_targets for each",
+            remedy="pass one value per token; for targets and weights, num_targets per token",
         )
 
 
@@ -252,12 +257,14 @@ def _tokens_and_targets(data: Sequence[Datum], vocab_size: int) -> Batch:
     if not lengths_S.all():
         first = int(lengths_S.argmin())
         raise CallerError(
-            "it has no tokens", field=_field("tokens")(first), remedy="give at least one"
+            "expected at least one token, got none",
+            field=_field("tokens")(first),
+            remedy="pass at least one token",
         )
     num_targets_S = np.array([datum.num_targets for datum in data], dtype=np.int64)
     if (num_targets_S < 1).any():
         raise CallerError(
-            f"{num_targets_S.min()} targets a position are none",
+            f"num_targets must be at least 1, got {num_targets_S.min()}",
             field=_field("num_targets")(int(num_targets_S.argmin())),
             remedy="use 1 or more",
         )
@@ -297,7 +304,7 @@ def _required(
     if len(provided) < len(values):
         i = next(i for i, array in enumerate(values) if array is None)
         raise CallerError(
-            f"the loss {loss} needs {name}", field=_field(name)(i), remedy=f"send {name}"
+            f"the loss {loss} needs {name}", field=_field(name)(i), remedy=f"pass {name}"
         )
     joined_N = joined_floats(provided, _field(name))
     expected_S = batch.lengths_S * num_S

@@ -86,7 +86,8 @@ def _part_slots(name: str, slot: TensorSlot) -> list[TensorSlot]:
     suffix, num_bytes = slot.name.removeprefix(name), slot.num_bytes // max(1, len(parts))
     if num_bytes % ALIGNMENT_BYTES:
         raise CallerError(
-            f"a projection of an expert has {num_bytes} bytes, no multiple of {ALIGNMENT_BYTES}",
+            f"the bytes of an expert's projection must be a multiple of {ALIGNMENT_BYTES}, got "
+            f"{num_bytes}",
             code=Code.FAILED_PRECONDITION,
             field="model.config.moe_intermediate_size",
             remedy="use a multiple of 32",

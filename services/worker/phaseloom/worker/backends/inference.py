@@ -57,10 +57,16 @@ class InferenceBackend:
     def check_generate(self, args: Generate) -> None:
         if not args.prompts:
             raise CallerError(
-                "there are no prompts", field="args.prompts", remedy="send at least 1 prompt"
+                "expected at least one prompt, got none",
+                field="args.prompts",
+                remedy="pass at least one prompt",
             )
         if args.num_samples < 1:
-            raise CallerError("it is below 1", field="args.num_samples", remedy="use 1 or more")
+            raise CallerError(
+                f"num_samples must be at least 1, got {args.num_samples}",
+                field="args.num_samples",
+                remedy="use 1 or more",
+            )
         _check_sampling(args.sampling, self.vocab_size)
         check_bad_words(args.sampling, self.vocab_size)
         if args.sampling.stop_strings:
@@ -110,15 +116,18 @@ class InferenceBackend:
             num_tokens = length(prompt.tokens)
             if num_tokens == 0:
                 raise CallerError(
-                    "the prompt is empty", field=prompt_field(i), remedy="begin with some token"
+                    "expected at least one token, got an empty prompt",
+                    field=prompt_field(i),
+                    remedy="pass at least one token, such as the model's start token",
                 )
             num_generated = prompt.num_generated
             if not 0 <= num_generated < min(num_tokens, max_tokens):
                 raise CallerError(
-                    f"{num_generated} of {num_tokens} tokens, and of max_tokens = "
-                    f"{max_tokens}, is no earlier answer to go on from",
+                    f"num_generated must be at least 0, and less than both the prompt's length "
+                    f"({num_tokens}) and max_tokens ({max_tokens}), got {num_generated}",
                     field=f"args.prompts[{i}].num_generated",
-                    remedy="leave a token of the prompt and one to generate",
+                    remedy="keep at least one token of the original prompt, and at least one "
+                    "token to generate",
                 )
             check_positions(
                 num_tokens,
@@ -129,9 +138,9 @@ class InferenceBackend:
 
     def _cannot_train(self, kind: str) -> CallerError:
         return CallerError(
-            f"the {self._name} backend does not do {kind}",
+            f"the {self._name} backend does not support {kind}",
             field="args.type",
-            remedy="send it to a trainable deployment with the backend 'fsdp'",
+            remedy="send it to a trainable deployment, with the backend 'fsdp' for example",
         )
 
 
@@ -141,24 +150,30 @@ def check_spec(spec: DeploymentSpec, ranks: RankGroup) -> None:
     check_layout(spec, ranks)
     if spec.trainable:
         raise CallerError(
-            f"the {spec.backend} backend does not train",
+            f"the {spec.backend} backend cannot train, but the deployment is declared trainable",
             field="deployments.trainable",
-            remedy="use the backend 'fsdp'",
+            remedy="use the backend 'fsdp', or declare the deployment with trainable = false",
         )
 
 
 def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     if sampling.max_tokens < 1:
-        raise CallerError("it is below 1", field="args.sampling.max_tokens", remedy="use 1 or more")
+        raise CallerError(
+            f"max_tokens must be at least 1, got {sampling.max_tokens}",
+            field="args.sampling.max_tokens",
+            remedy="use 1 or more",
+        )
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
         raise CallerError(
-            f"{sampling.temperature} is no temperature",
+            f"temperature must be finite and at least 0, got {sampling.temperature}",
             field="args.sampling.temperature",
-            remedy="use 0 for greedy, or a positive number",
+            remedy="use 0 for greedy decoding, or a positive number",
         )
     if "" in sampling.stop_strings:
         raise CallerError(
-            "a string is empty", field="args.sampling.stop_strings", remedy="leave it out"
+            "a stop string is empty, so every sample would end at once",
+            field="args.sampling.stop_strings",
+            remedy="omit empty strings",
         )
     stop_ids = [sampling.stop_token_ids]
 

@@ -162,35 +162,39 @@ def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
     layouts.check_layout(spec.layout)
     if spec.optimizer_on is OptimizerOn.HOST and not spec.trainable:
         raise CallerError(
-            "a deployment that is not trainable has no optimizer",
+            "optimizer_on = host needs a trainable deployment: others have no optimizer",
             code=Code.FAILED_PRECONDITION,
             field="optimizer_on",
-            remedy="leave optimizer_on out, or declare it with trainable = true",
+            remedy="omit optimizer_on, or declare the deployment with trainable = true",
         )
     if spec.activation_checkpointing and not spec.trainable:
         raise CallerError(
-            "a deployment that is not trainable has no backward pass",
+            "activation_checkpointing needs a trainable deployment: others have no backward pass",
             code=Code.FAILED_PRECONDITION,
             field="activation_checkpointing",
-            remedy="leave activation_checkpointing out, or declare it with trainable = true",
+            remedy="omit activation_checkpointing, or declare the deployment with trainable = true",
         )
     capabilities = CAPABILITIES[spec.backend]
     has_room = spec.backend in _KEEPS_ADAPTERS and spec.model.adapter is not None
     if spec.max_adapters and not has_room:
         raise CallerError(
-            f"the {spec.backend} deployment cannot generate with other adapters",
+            "max_adapters needs a model.adapter and the backend 'sampler' or 'vllm'",
             code=Code.FAILED_PRECONDITION,
             field="max_adapters",
-            remedy="leave it out, or declare a model.adapter and the backend 'sampler' or 'vllm'",
+            remedy="omit max_adapters, or declare the deployment with both",
         )
     if spec.max_adapters < 0:
-        raise CallerError("it is below 0", field="max_adapters", remedy="use 0 or more")
+        raise CallerError(
+            f"max_adapters must be at least 0, got {spec.max_adapters}",
+            field="max_adapters",
+            remedy="use 0 or more",
+        )
     if spec.model.adapter is not None and not capabilities.adapters:
         raise CallerError(
-            f"the {spec.backend} backend cannot do adapters",
+            f"the {spec.backend} backend does not support adapters",
             code=Code.FAILED_PRECONDITION,
             field="model.adapter",
-            remedy="use the backends 'fsdp', 'megatron', 'sampler' and 'vllm', or leave it out",
+            remedy="use 'fsdp', 'megatron', 'sampler' or 'vllm', or omit model.adapter",
         )
     axes = capabilities.axes
     for axis in spec.layout.__struct_fields__:
@@ -198,13 +202,15 @@ def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
         if size > 1 and axis not in axes:
             supported = " or ".join(f"layout.{supported_axis}" for supported_axis in axes)
             raise CallerError(
-                f"the {spec.backend} backend cannot do {axis} = {size}",
+                f"the {spec.backend} backend does not support layout.{axis} = {size}",
                 code=Code.FAILED_PRECONDITION,
                 field=f"layout.{axis}",
-                remedy=f"use layout.{axis} = 1, and {supported} for more ranks",
+                remedy=f"use layout.{axis} = 1; for more ranks, raise {supported}",
             )
     if spec.layout.num_ranks != ranks.world_size:
-        raise InternalError(f"{ranks.world_size} ranks were started for {spec.layout}")
+        raise InternalError(
+            f"expected {spec.layout.num_ranks} ranks for {spec.layout}, got {ranks.world_size}"
+        )
 
 
 def plan(

@@ -48,14 +48,17 @@ def model_config(spec: ModelSpec) -> PreTrainedConfig:
         config = AutoConfig.for_model(model_type, **values)
     except (StrictDataclassError, ValueError, TypeError) as error:
         raise CallerError(
-            str(error), field="model.config", remedy="correct the config's value"
+            f"the model config is invalid: {error}",
+            field="model.config",
+            remedy="correct the value",
         ) from error
     check_attention(config)
     if spec.token_texts and len(spec.token_texts) != config.vocab_size:
         raise CallerError(
-            f"there are {len(spec.token_texts)} texts for {config.vocab_size} token ids",
+            f"expected one text for each of {config.vocab_size} token ids, got "
+            f"{len(spec.token_texts)}",
             field="model.token_texts",
-            remedy="give one text a token id, empty where it has none",
+            remedy="pass one text per token id, and an empty one if a token has no text",
         )
     return config
 
@@ -70,7 +73,7 @@ def weights_dtype(spec: ModelSpec) -> str:
     dtype = spec.config.get("dtype", spec.config.get("torch_dtype")) or FLOAT32
     if dtype not in (FLOAT32, BFLOAT16):
         raise CallerError(
-            f"weights of {dtype} are not supported",
+            f"weights in {dtype} are not supported",
             field="model.config.dtype",
             remedy=f"use {FLOAT32} or {BFLOAT16}",
         )
@@ -93,9 +96,9 @@ def _from_config(config: PreTrainedConfig) -> PreTrainedModel:
         )
     except (ValueError, KeyError) as error:
         raise CallerError(
-            f"no model can be built: {error}",
+            f"transformers cannot build a causal language model from this config: {error}",
             field="model.config",
-            remedy="give the config of a causal language model, as `config.to_dict()` does",
+            remedy="pass the `config.to_dict()` of a causal language model",
         ) from error
     # Never train(): dropout would draw from the global generator.
     return model.eval()  # type: ignore[no-any-return]

@@ -61,7 +61,7 @@ class NoopBackend:
         """
         if not isinstance(heap, Heap):
             raise CallerError(
-                "the noop backend runs on emulated devices only",
+                "the noop backend needs an emulated device, got a GPU",
                 code=Code.FAILED_PRECONDITION,
                 field="backend",
                 remedy="use a pool of emulated devices, or another backend",

@@ -137,7 +137,7 @@ def _open(directory: ModelDirectory, stack: ExitStack) -> dict[str, _Source]:
 
 def _unreadable(path: Path, error: Exception) -> ResourceError:
     return ResourceError(
-        f"{path} of the registered model cannot be read: {error}",
+        f"file {path} of the registered model cannot be read: {error}",
         code=Code.DATA_LOSS,
         field="model.registered",
         remedy="restore the file, or register the directory under another name",
@@ -172,9 +172,9 @@ def _matched(
             if tensor is not None:
                 by_name.setdefault(embedding, tensor)
     if missing := sorted(expected - by_name.keys()):
-        raise _another_model(f"it has no {_listed(missing)}, which its architecture needs")
+        raise _another_model(f"its files lack {_listed(missing)}")
     if extra := sorted(by_name.keys() - expected):
-        raise _another_model(f"it has {_listed(extra)}, which its architecture does not use")
+        raise _another_model(f"its files contain {_listed(extra)}, which the architecture lacks")
     return by_name
 
 
@@ -182,10 +182,11 @@ def _check(slot: TensorSlot, source: _Source) -> None:
     shape, dtype = source.shape, source.dtype
     expected = slot.global_shape or slot.shape
     if shape != expected:
-        raise _another_model(f"{slot.name} has the shape {shape}, the config makes it {expected}")
+        raise _another_model(f"expected {slot.name} with shape {expected}, got {shape}")
     if dtype not in _DTYPES:
         raise _another_model(
-            f"{slot.name} is {dtype}", remedy=f"convert it to one of {', '.join(_DTYPES)}"
+            f"{slot.name} has the unsupported dtype {dtype}",
+            remedy=f"convert it to one of {', '.join(_DTYPES)}",
         )
 
 
@@ -223,10 +224,11 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _another_model(
-    problem: str, remedy: str = "register a directory whose config and safetensors belong together"
+    problem: str,
+    remedy: str = "register a directory whose config.json and safetensors belong together",
 ) -> CallerError:
     return CallerError(
-        f"the registered model does not fit its config: {problem}",
+        f"the registered model does not match its config: {problem}",
         field="model.registered",
         remedy=remedy,
     )

@@ -43,7 +43,9 @@ def collective(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M
             backend._is_broken |= "gloo" in str(error) or "NCCL" in str(error)
             if not backend._is_broken:
                 raise
-            raise GroupBroken(f"another rank is gone or late: {error}") from error
+            raise GroupBroken(
+                f"another rank is gone or did not join a collective: {error}"
+            ) from error
 
     return checked
 
@@ -75,7 +77,7 @@ def join_process_group(
         )
     except RuntimeError as error:
         # Errors of the store, of gloo and of the rendezvous share no class of their own.
-        raise GroupBroken(f"not all {group.world_size} ranks came: {error}") from error
+        raise GroupBroken(f"not all {group.world_size} ranks joined the group: {error}") from error
     joined.callback(dist.destroy_process_group)
 
 

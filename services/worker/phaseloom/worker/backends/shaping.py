@@ -32,15 +32,15 @@ def check_bad_words(params: SamplingParams, vocab_size: int) -> None:
         for token in word:
             if not 0 <= token < vocab_size:
                 raise CallerError(
-                    f"token id {token} is out of the vocabulary",
+                    f"token id {token} is outside the vocabulary of {vocab_size} tokens",
                     field=f"args.sampling.bad_words[{i}]",
                     remedy=f"use ids from 0 to {vocab_size - 1}",
                 )
     if len({word[-1] for word in params.bad_words}) >= vocab_size:
         raise CallerError(
-            "every token may end one of them, so that none is left",
+            "the bad words could exclude every token of the vocabulary",
             field="args.sampling.bad_words",
-            remedy="leave some token out",
+            remedy="keep at least one token that ends none of them",
         )
 
 

@@ -57,13 +57,13 @@ def token_bytes(spec: ModelSpec, vocab_size: int) -> list[bytes]:
         return [text.encode() for text in spec.token_texts]
     names = [] if spec.pinned is None else [file.name for file in spec.pinned.files]
     if spec.pinned is None or _FILE not in names:
-        raise _unknown("the model has no texts of its tokens")
+        raise _unknown("the model has no token texts")
     path = Path(spec.pinned.path) / _FILE
     try:
         return _read(json.loads(path.read_bytes()), vocab_size)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ResourceError(
-            f"{path} of the registered model cannot be read: {error!r}",
+            f"file {path} of the registered model cannot be read: {error!r}",
             code=Code.DATA_LOSS,
             field="model.registered",
             remedy="restore the file, or register the directory under another name",
@@ -81,7 +81,7 @@ def _read(tokenizer: Mapping[str, Any], vocab_size: int) -> list[bytes]:
         elif decoders & {"ByteFallback", "Metaspace", "Replace"}:
             texts[token] = _unescaped(piece)
         else:
-            raise _unknown(f"the tokenizer has decoders of the types {sorted(decoders)}")
+            raise _unknown(f"the tokenizer's decoders {sorted(decoders)} are not supported")
     for added in tokenizer.get("added_tokens") or ():
         if added["id"] < vocab_size:
             texts[added["id"]] = added["content"].encode()
@@ -119,7 +119,7 @@ def _unescaped(piece: str) -> bytes:
 
 def _unknown(problem: str) -> CallerError:
     return CallerError(
-        f"strings cannot be found: {problem}",
+        f"stop_strings cannot be used: {problem}",
         code=Code.FAILED_PRECONDITION,
         field="args.sampling.stop_strings",
         remedy="declare the deployment with model.token_texts, or use stop_token_ids",

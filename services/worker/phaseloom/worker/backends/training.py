@@ -147,7 +147,7 @@ class TrainingBackend(Member, ABC):
         raise CallerError(
             f"the {self._name} backend does not generate",
             field="args.type",
-            remedy="send generate to a deployment with the backend 'sampler'",
+            remedy="send generate to a deployment with the backend 'sampler' or 'vllm'",
         )
 
     def generate(self, requests: Sequence[Generate], watch: Watch) -> None:
@@ -188,7 +188,7 @@ class TrainingBackend(Member, ABC):
             raise CallerError(
                 "the deployment is not trainable",
                 field="args.type",
-                remedy="declare it with trainable = true",
+                remedy="declare the deployment with trainable = true",
             )
         return self._training
 
@@ -202,9 +202,10 @@ class TrainingBackend(Member, ABC):
         is_finite &= math.isfinite(self._require_training().gradients.sum().item())
         if largest(not is_finite, self._ranks):
             raise CallerError(
-                f"the loss ({loss}) or a gradient of it is not finite",
+                f"the loss ({loss}) or one of its gradients is not finite",
                 field="args.batch",
-                remedy="bound the advantages, and check logprobs: exp(lp - logprobs) overflows",
+                remedy="bound the advantages, and check logprobs: the ratio "
+                "exp(lp - logprobs) may overflow",
             )
         request = logprobs_request(args)
         return ForwardBackwardResult(

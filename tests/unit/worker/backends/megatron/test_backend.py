@@ -423,7 +423,7 @@ def test_sample_longer_than_the_models_positions_is_refused() -> None:
             partial(backend.check_forward, Forward([without_loss(long)])),
             partial(backend.check_forward_backward, ForwardBackward([long], Loss.CROSS_ENTROPY)),
         ):
-            with pytest.raises(CallerError, match="65 tokens are more than the 64") as raised:
+            with pytest.raises(CallerError, match="65 tokens exceed the 64") as raised:
                 check()
             assert raised.value.info.field == "args.batch[0].tokens"
 

@@ -106,9 +106,9 @@ def adapt(model: PreTrainedModel, adapter: Adapter) -> None:
     for target in adapter.targets:
         if target not in layer_names:
             raise CallerError(
-                f"the model has no linear layers called {target!r}",
+                f"the model has no linear layer named {target!r}",
                 field="model.adapter.targets",
-                remedy=f"use some of {', '.join(layer_names)}",
+                remedy=f"choose from {', '.join(layer_names)}",
             )
     generator = torch.Generator().manual_seed(adapter.seed)
     rows = RowAdapters()

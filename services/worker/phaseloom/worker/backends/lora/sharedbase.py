@@ -117,7 +117,7 @@ def _mapped(
 
 def _digest(spec: ModelSpec, slots: Sequence[TensorSlot]) -> str:
     if spec.pinned is None:
-        raise InternalError("an adapter's base is no registered model")
+        raise InternalError("the base of an adapter must be a registered model")
     files = sorted((file.name, file.blake3) for file in spec.pinned.files)
     return blake3(msgspec.json.encode((files, slots))).hexdigest()
 
@@ -142,7 +142,7 @@ def _write(path: Path, spec: ModelSpec, slots: Sequence[TensorSlot], num_bytes: 
     except OSError as error:
         draft.unlink(missing_ok=True)
         raise ResourceError(
-            f"the base {spec.registered!r} takes {num_bytes} bytes of {path.parent}: "
-            f"{error.strerror}",
-            remedy="free space there, or give the worker another runtime_directory",
+            f"the weights of base {spec.registered!r} ({num_bytes} bytes) cannot be written to "
+            f"{path.parent}: {error.strerror}",
+            remedy="free space there, or set the worker's runtime_directory to another disk",
         ) from error

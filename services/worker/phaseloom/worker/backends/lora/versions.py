@@ -36,22 +36,24 @@ def check_version(version: AdapterVersion, own_slots: Sequence[TensorSlot]) -> N
     own_rank, by_name = _rank_of(own_slots), {slot.name: slot for slot in own_slots}
     if version.adapter.rank > own_rank:
         raise refused(
-            f"the adapter has rank {version.adapter.rank}, this deployment has room for {own_rank}",
-            "declare it with an adapter of the highest rank that it is to generate with",
+            f"the adapter has rank {version.adapter.rank}, but this deployment has room for rank "
+            f"{own_rank} only",
+            "declare the deployment with the highest rank of all adapters that it must use",
         )
     for slot in version.slots:
         own_slot = by_name.get(slot.name)
         if own_slot is None:
             raise refused(
-                f"this deployment has no adapter on {layer_and_part(slot.name)[0]!r}",
-                "declare it with an adapter whose targets are those of all adapters that it "
-                "is to generate with",
+                f"the adapter changes layer {layer_and_part(slot.name)[0]!r}, which is not a "
+                "target of this deployment's own adapter",
+                "declare the deployment with the targets of all adapters that it must use",
             )
         ranks = (version.adapter.rank, own_rank)
         if (slot.dtype, slot.shape) != (own_slot.dtype, _of_rank(own_slot, *ranks)):
             raise refused(
-                f"{slot.name} is {slot.dtype}{slot.shape}: the adapter is on another base",
-                "name weights of an adapter on the base that this deployment has",
+                f"the adapter belongs to another base: expected {slot.name} as "
+                f"{own_slot.dtype}{_of_rank(own_slot, *ranks)}, got {slot.dtype}{slot.shape}",
+                "use weights of an adapter on this deployment's base",
             )
 
 

@@ -289,7 +289,8 @@ class MegatronBackend(TrainingBackend):
         stage_parameters = dict(self._stage.named_parameters())
         if stage_parameters.keys() != made_of.keys():
             raise InternalError(
-                f"not of this model: {sorted(stage_parameters.keys() ^ made_of.keys())}"
+                "the stage's parameters differ from the plan: "
+                f"{sorted(stage_parameters.keys() ^ made_of.keys())}"
             )
         return stage_parameters
 
@@ -382,10 +383,10 @@ def _check(spec: DeploymentSpec, ranks: RankGroup) -> Sizes:
     _check_positions(config)
     if spec.model.adapter is not None and sizes.experts is not None:
         raise CallerError(
-            "the megatron backend cannot do adapters on a model with experts",
+            "the megatron backend does not support adapters on a model with experts",
             code=Code.FAILED_PRECONDITION,
             field="model.adapter",
-            remedy="use the backend 'fsdp' and the layers of attention as targets",
+            remedy="use the backend 'fsdp', with attention layers as targets",
         )
     return sizes
 
@@ -398,12 +399,12 @@ def _check_positions(config: PreTrainedConfig) -> None:
     parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     kind = parameters.get("rope_type", "default")
     for field, feature, is_unsupported in (
-        ("sliding_window", "attention to a window", has_windows(config)),
+        ("sliding_window", "sliding-window attention", has_windows(config)),
         ("rope_parameters", f"rope_type {kind!r}", kind not in {"default", "linear", "llama3"}),
     ):
         if is_unsupported:
             raise CallerError(
-                f"the megatron backend cannot do {feature}",
+                f"the megatron backend does not support {feature}",
                 code=Code.FAILED_PRECONDITION,
                 field=f"model.config.{field}",
                 remedy="use the backend 'fsdp'",

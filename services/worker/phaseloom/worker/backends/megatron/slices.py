@@ -78,9 +78,9 @@ def sizes_of(config: Any) -> Sizes:
     model_types = CAPABILITIES["megatron"].model_types
     if config.model_type not in model_types:
         raise _unsupported(
-            f"models of type {config.model_type!r}",
+            f"model type {config.model_type!r}",
             "model_type",
-            f"use the backend 'fsdp', or one of {', '.join(model_types)}",
+            f"use the backend 'fsdp', or a model type of {', '.join(model_types)}",
         )
     for name in ("attention_bias", "mlp_bias"):
         if getattr(config, name, False):
@@ -126,25 +126,26 @@ def check_sizes(sizes: Sizes, layout: Layout) -> None:
     """
     tp, pp = layout.tp, layout.pp
     if sizes.experts is None and layout.ep > 1:
-        raise _uneven("a model without experts cannot be spread over ep", "layout.ep")
-    if sizes.experts is not None and sizes.experts.num % layout.ep:
-        raise _uneven(
-            f"{sizes.experts.num} experts cannot be spread over ep = {layout.ep}", "layout.ep"
+        raise CallerError(
+            f"layout.ep must be 1 for a model without experts, got {layout.ep}",
+            code=Code.FAILED_PRECONDITION,
+            field="layout.ep",
+            remedy="use layout.ep = 1; for more ranks, raise layout.dp",
         )
+    if sizes.experts is not None and sizes.experts.num % layout.ep:
+        raise _uneven(f"{sizes.experts.num} experts", "ep", layout.ep)
     for label, size in (
         ("attention heads", sizes.heads),
-        ("MLP rows", 0 if sizes.experts else sizes.intermediate),
+        ("MLP rows (intermediate_size)", 0 if sizes.experts else sizes.intermediate),
     ):
         if size % tp:
-            raise _uneven(f"{size} {label} cannot be split over tp = {tp}", "layout.tp")
+            raise _uneven(f"{size} {label}", "tp", tp)
     if sizes.kv_heads % tp and tp % sizes.kv_heads:
-        raise _uneven(
-            f"{sizes.kv_heads} key-value heads cannot be split over tp = {tp}", "layout.tp"
-        )
+        raise _uneven(f"{sizes.kv_heads} key-value heads", "tp", tp)
     if sizes.padded_vocab(tp) - sizes.vocab >= sizes.padded_vocab(tp) // tp:
-        raise _uneven(f"{sizes.vocab} token ids cannot be split over tp = {tp}", "layout.tp")
+        raise _uneven(f"{sizes.vocab} token ids", "tp", tp)
     if sizes.num_layers % pp:
-        raise _uneven(f"{sizes.num_layers} layers cannot be split over pp = {pp}", "layout.pp")
+        raise _uneven(f"{sizes.num_layers} layers", "pp", pp)
     _check_run(sizes.hidden * sizes.head, "hidden_size")
     if sizes.experts is None:
         _check_run(sizes.hidden * (sizes.intermediate // tp), "intermediate_size")
@@ -158,7 +159,8 @@ def _check_run(num_elements: int, field: str) -> None:
     """Check that consecutive slices of this size stay aligned. Raises: CallerError: they do not."""
     if num_elements * _SMALLEST_ITEM_BYTES % ALIGNMENT_BYTES:
         raise _unsupported(
-            f"slices of {num_elements} elements one behind the other",
+            f"slices of {num_elements} elements, which would not be aligned to {ALIGNMENT_BYTES} "
+            "bytes",
             field,
             f"use a multiple of {ALIGNMENT_BYTES // _SMALLEST_ITEM_BYTES}, or the backend 'fsdp'",
         )
@@ -403,18 +405,18 @@ def _slice(shape: list[int], size: list[int], start: list[int]) -> Shard:
     return _whole(shape) if size == shape else Shard(size, size, shape, start)
 
 
-def _uneven(problem: str, field: str) -> CallerError:
+def _uneven(parts: str, axis: str, size: int) -> CallerError:
     return CallerError(
-        f"{problem} by the megatron backend",
+        f"the megatron backend cannot split the model's {parts} evenly over layout.{axis} = {size}",
         code=Code.FAILED_PRECONDITION,
-        field=field,
-        remedy="use a divisor, and layout.dp for more ranks",
+        field=f"layout.{axis}",
+        remedy=f"use a divisor for layout.{axis}; for more ranks, raise layout.dp",
     )
 
 
 def _unsupported(feature: str, field: str, remedy: str) -> CallerError:
     return CallerError(
-        f"the megatron backend cannot do {feature}",
+        f"the megatron backend does not support {feature}",
         code=Code.FAILED_PRECONDITION,
         field=f"model.config.{field}",
         remedy=remedy,

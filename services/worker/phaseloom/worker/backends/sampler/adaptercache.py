@@ -56,8 +56,8 @@ class AdapterCache:
         """Check that requests can use a version here. Raises: CallerError: they cannot."""
         if not self._places:
             raise refused(
-                "this deployment keeps no adapters beside its own",
-                "declare it with max_adapters, the number that it is to keep",
+                "this deployment has no room for adapters other than its own",
+                "declare it with max_adapters, the number of other adapters to keep on the device",
             )
         check_version(version, [*self._own.values()])
 

@@ -129,10 +129,10 @@ class SamplerBackend(InferenceBackend):
         """Check that requests can use an adapter version. Raises: CallerError: they cannot."""
         if self._adapters is None:
             raise CallerError(
-                "this deployment has no adapter, so it cannot take another's place",
+                "this deployment has no adapter, so it cannot use the weights of one",
                 code=Code.FAILED_PRECONDITION,
                 field="args.weights",
-                remedy="declare it with an adapter on the base, and max_adapters",
+                remedy="declare it with model.adapter on the same base, and with max_adapters",
             )
         self._adapters.check(version)
 

@@ -78,11 +78,11 @@ class PrefixCache:
         num_blocks = scratch.numel() // (BLOCK_TOKENS * shape.num_bytes)
         if not num_blocks:
             raise CallerError(
-                f"{scratch.numel()} bytes of scratch memory are too few for a prefix cache: "
-                f"{BLOCK_TOKENS} tokens take {BLOCK_TOKENS * shape.num_bytes}",
+                f"a prefix cache needs at least {BLOCK_TOKENS * shape.num_bytes} bytes of scratch "
+                f"memory ({BLOCK_TOKENS} tokens), got {scratch.numel()}",
                 code=Code.RESOURCE_EXHAUSTED,
                 field="scratch_bytes",
-                remedy="declare the deployment with more scratch_bytes, or 0",
+                remedy="raise the deployment's scratch_bytes, or use 0 for the default",
             )
         used = scratch[: num_blocks * BLOCK_TOKENS * shape.num_bytes]
         self._kv_NLCKTD = used.view(shape.dtype).view(

@@ -88,7 +88,9 @@ class VllmBackend(InferenceBackend, Member):
         settings, shapes = settings_of(spec), parameter_shapes(spec.model)
         planned = _plan(spec, settings)
         if planned.heap_bytes != heap.num_bytes:
-            raise InternalError(f"{planned.heap_bytes} bytes in a heap of {heap.num_bytes}")
+            raise InternalError(
+                f"expected a heap of {planned.heap_bytes} bytes, got {heap.num_bytes}"
+            )
         self._tensors = HeapTensors(heap)
         self.slots = planned.slots
         self._dtype = weights_dtype(spec.model)
@@ -166,10 +168,10 @@ class VllmBackend(InferenceBackend, Member):
             tokens, targets = int32s(datum.tokens), int32s(datum.targets)
             if list(tokens[1:]) != list(targets[:-1]):
                 raise CallerError(
-                    "vLLM gives log-probabilities of a text's own next tokens only",
+                    "the vllm backend scores only a sample's own next tokens as targets",
                     code=Code.FAILED_PRECONDITION,
                     field=f"args.batch[{i}].targets",
-                    remedy="send the tokens shifted by one, or use the backend 'sampler'",
+                    remedy="pass the tokens shifted by one, or use the backend 'sampler'",
                 )
 
     @collective
@@ -511,9 +513,9 @@ def settings_of(spec: DeploymentSpec) -> Settings:
     """
     if any(map(is_fused, parameter_shapes(replace(spec.model, adapter=None)))):
         raise CallerError(
-            "the vllm backend cannot do models with experts",
+            "the vllm backend does not support models with experts",
             field="model.config.model_type",
-            remedy="use the backend 'sampler', or a dense model",
+            remedy="use the backend 'sampler', or a model without experts",
         )
     config = model_config(spec.model)
     tp, pp = spec.layout.tp, spec.layout.pp
@@ -530,7 +532,7 @@ def settings_of(spec: DeploymentSpec) -> Settings:
 def _check_divides(axis: str, size: int, number: int, label: str) -> None:
     if number % size:
         raise CallerError(
-            f"the model's {number} {label} cannot be spread evenly over {axis} = {size}",
+            f"the model's {number} {label} cannot be split evenly over layout.{axis} = {size}",
             code=Code.FAILED_PRECONDITION,
             field=f"layout.{axis}",
             remedy=f"use a divisor of {number}",

@@ -164,10 +164,12 @@ class Engine:
                 if not any(phrase in str(error) for phrase in _CACHE_ERRORS):
                     raise
                 raise CallerError(
-                    f"{settings.kv_bytes} bytes of scratch memory are too few: {error}",
+                    f"{settings.kv_bytes} bytes of scratch memory are too few for vLLM's KV cache: "
+                    f"{error}",
                     code=Code.RESOURCE_EXHAUSTED,
                     field="scratch_bytes",
-                    remedy="declare the deployment with more scratch_bytes, or fewer positions",
+                    remedy="raise the deployment's scratch_bytes, or use a model config with fewer "
+                    "positions",
                 ) from error
             finally:
                 load_into(None)
@@ -189,7 +191,7 @@ class Engine:
         start = memory.data_ptr()
         for name, parameter in self._runner.model.named_parameters():
             if not start <= parameter.data_ptr() < start + memory.numel():
-                raise unsupported(f"it keeps {name} in a form of its own")
+                raise unsupported(f"vLLM stores {name} in a form of its own")
 
     @property
     def _runner(self) -> Any:
@@ -278,7 +280,7 @@ def plan(settings: Settings, shapes: Shapes) -> Placement:
     """Plan the offsets of a rank's parameters, using a model without memory. torch's process group
     must be the replica's."""
     if settings.config["model_type"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise unsupported(f"{settings.config['model_type']} is no causal language model")
+        raise unsupported(f"{settings.config['model_type']} is not a causal language model")
     # vLLM caches rotary embeddings by their parameters. Those of this model have no memory, so
     # other parameters keep the engine from reusing them.
     uncached = replace(settings, num_positions=settings.num_positions + 1)

@@ -100,7 +100,9 @@ class _Traced(torch.Tensor):
             if not isinstance(value, torch.Tensor):
                 return value
             if _storage(value) != _storage(first.meta):
-                raise unsupported(f"{first.of} is computed with ({func}), not only copied")
+                raise unsupported(
+                    f"loading computes with {first.of} ({func}) instead of copying it"
+                )
             return cls(first.of, value, first.copies, first.device)
 
         out = func(*map(plain, args), **{key: plain(value) for key, value in kwargs.items()})
@@ -127,9 +129,9 @@ def place(model: nn.Module, shapes: Shapes, dtype: torch.dtype) -> Placement:
             continue  # this rank holds only padding of it
         owner = owner_of.get(_storage(copied.target))
         if owner is None:
-            raise unsupported(f"{copied.name} goes where no parameter is")
+            raise unsupported(f"loading copies {copied.name} outside of all parameters")
         if copied.name in slots:
-            raise unsupported(f"{copied.name} goes to several places")
+            raise unsupported(f"loading copies {copied.name} more than once")
         at = int(copied.target.storage_offset()) - int(parameters[owner].storage_offset())
         item = copied.target.element_size()
         slots[copied.name] = _slot(copied, shapes[copied.name], offsets[owner] + at * item)
@@ -157,9 +159,9 @@ def trace(model: Any, shapes: Shapes, dtype: torch.dtype) -> list[_Copy]:
 def _slot(copied: _Copy, shape: Sequence[int], offset: int) -> TensorSlot:
     size, start = list(copied.view.shape), _start(copied.view, shape)
     if not copied.target.is_contiguous():
-        raise unsupported(f"{copied.name} does not lie in one run")
+        raise unsupported(f"{copied.name} is not contiguous in memory")
     if offset % 64:
-        raise unsupported(f"{copied.name} would lie at {offset}, no multiple of 64 bytes")
+        raise unsupported(f"{copied.name} would be at offset {offset}, not a multiple of 64 bytes")
     num_bytes = copied.target.numel() * copied.target.element_size()
     dtype = str(copied.target.dtype).removeprefix("torch.")
     slot = TensorSlot(copied.name, Role.WEIGHT, dtype, size, offset, num_bytes)
@@ -178,7 +180,7 @@ def _start(view: torch.Tensor, shape: Sequence[int]) -> list[int]:
         size > 1 and have != want
         for size, have, want in zip(view.shape, view.stride(), strides, strict=True)
     ):
-        raise unsupported(f"a view {list(view.shape)} of {list(shape)} is no slice")
+        raise unsupported(f"a view {list(view.shape)} of {list(shape)} is not a slice")
     start, remaining = [], int(view.storage_offset())
     for stride in strides:
         start.append(remaining // stride)
@@ -193,7 +195,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def unsupported(reason: str) -> CallerError:
     return CallerError(
-        f"vLLM cannot run this model in a rank: {reason}",
+        f"the vllm backend cannot run this model: {reason}",
         code=Code.FAILED_PRECONDITION,
         field="model.config",
         remedy="use the backend 'sampler', or another model",
