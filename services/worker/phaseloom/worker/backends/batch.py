@@ -217,6 +217,7 @@ def _field(name: str) -> FieldOf:
 def _joined(
     values: Sequence[Int32s] | Sequence[Float32s], dtype: str, field: FieldOf
 ) -> npt.NDArray[Any]:
+    # One numpy call for all lists. Packed arrays are already in the right form.
     lists = [array for array in values if isinstance(array, list)]
     if len(lists) == len(values):
         return np.array(list(chain.from_iterable(lists)), dtype=dtype)

@@ -79,7 +79,7 @@ CAPABILITIES: Final = {
         prefix_cache=True,
         adapters=True,
         divides=True,
-        most_units=1,
+        most_units=1,  # more would hardly speed it up, see `SamplerBackend.use_threads`
     ),
     "megatron": Capabilities(
         _TRAINS,

@@ -29,6 +29,7 @@ def whole_tensors(
     for slot in slots:
         name = slot.name
         tensor = torch.empty(slot.shape if rank == 0 else [0], dtype=TORCH_DTYPES[slot.dtype])
+        # Every rank walks the owners in the same order, so sends and receives pair up.
         for owner, box in _owners(holdings, name):
             if owner == rank:
                 local = local_slices[name].detach().cpu().contiguous()

@@ -1,4 +1,12 @@
-"""The checks and refusals that backends without training have in common."""
+"""The part that backends without training share (`sampler`, `vllm`): checks before anything runs.
+
+A check compares an operation with the model's config and touches nothing else: no weights, no
+device, no state. It sees the whole operation, before that is split over ranks, and names the first
+value at fault by its path in the request, so that the caller can correct it and send it again.
+Operations that train are refused.
+
+Shapes: N tokens of all prompts of a request, end to end.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +46,7 @@ from phaseloom.worker.backends.stoptext import StopText, token_bytes
 
 
 class InferenceBackend:
-    """The part of a `Backend` that needs the model's config only."""
+    """The part of a `Backend` that depends only on the model's config."""
 
     def __init__(self, spec: DeploymentSpec) -> None:
         config = model_config(spec.model)
@@ -52,7 +60,7 @@ class InferenceBackend:
         self._max_positions = max_positions(config)
 
     def use_host_memory(self, buffer: memoryview) -> None:
-        """Do nothing: such a backend has no state in host memory."""
+        """Do nothing: only optimizer state can live in host memory."""
 
     def check_generate(self, args: Generate) -> None:
         if not args.prompts:
@@ -70,6 +78,7 @@ class InferenceBackend:
         _check_sampling(args.sampling, self.vocab_size)
         check_bad_words(args.sampling, self.vocab_size)
         if args.sampling.stop_strings:
+            # Reads the tokenizer on first use. An unreadable one must fail here, not mid-decode.
             _ = self._token_bytes
         tokens = [prompt.tokens for prompt in args.prompts]
         tokens_N = joined_ints(tokens, prompt_field)
@@ -78,6 +87,7 @@ class InferenceBackend:
 
     def check_forward(self, args: Forward) -> None:
         check_samples(args.batch, self._max_positions)
+        # Building the batch checks it. `forward` builds another one, from its rank's share.
         forward_batch(args, self.vocab_size)
 
     def check_forward_backward(self, args: ForwardBackward) -> None:
@@ -97,18 +107,19 @@ class InferenceBackend:
 
     @cached_property
     def _token_bytes(self) -> list[bytes]:
-        """The text of each token, as bytes. Raises: as `token_bytes`."""
         return token_bytes(self._model_spec, self.vocab_size)
 
     def _stop_text(self, sampling: SamplingParams, generated: Sequence[int]) -> StopText | None:
-        """The finder of the stop strings of one sample. Args: generated: the sample's tokens so
-        far."""
+        """Return the matcher of stop strings for one sample; None if the request has none.
+
+        Args: generated: the sample's tokens so far. A stop string may begin in their text.
+        """
         if not sampling.stop_strings:
             return None
         return StopText(sampling.stop_strings, self._token_bytes, generated)
 
     def _stop_tokens(self, sampling: SamplingParams) -> list[int]:
-        """The tokens that end a sample."""
+        """Return all tokens that end a sample, those of the request and those of the model."""
         return [*([] if sampling.ignore_eos else self._end_tokens), *sampling.stop_token_ids]
 
     def _check_lengths(self, prompts: list[Prompt], max_tokens: int) -> None:
@@ -120,6 +131,8 @@ class InferenceBackend:
                     field=prompt_field(i),
                     remedy="pass at least one token, such as the model's start token",
                 )
+            # A prompt may end with the tokens of an earlier, interrupted answer. They count
+            # towards max_tokens, because the sample continues that answer.
             num_generated = prompt.num_generated
             if not 0 <= num_generated < min(num_tokens, max_tokens):
                 raise CallerError(
@@ -145,8 +158,10 @@ class InferenceBackend:
 
 
 def check_spec(spec: DeploymentSpec, ranks: RankGroup) -> None:
-    """Check that a backend that only generates can run the deployment. Raises: CallerError: it
-    cannot."""
+    """Check that a backend without training can run the deployment.
+
+    Raises: CallerError: the layout is not supported, or the deployment is trainable.
+    """
     check_layout(spec, ranks)
     if spec.trainable:
         raise CallerError(
@@ -163,6 +178,7 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
             field="args.sampling.max_tokens",
             remedy="use 1 or more",
         )
+    # Infinity passes the comparison, so it needs a test of its own.
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
         raise CallerError(
             f"temperature must be finite and at least 0, got {sampling.temperature}",
@@ -184,12 +200,13 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
 
 
 def prompt_field(i: int) -> str:
+    """Return the path of a prompt's tokens in the request, for refusals."""
     return f"args.prompts[{i}].tokens"
 
 
 def end_tokens(config: PreTrainedConfig, vocab_size: int) -> list[int]:
-    """The end-of-sequence tokens that the model can draw; a config may name one, several or
-    none."""
+    """Return the end-of-sequence tokens that the model can draw: one, several or none."""
     eos = config.eos_token_id
     ids = [eos] if isinstance(eos, int) else eos or []
+    # Some configs name a token beyond the vocabulary, which can never be drawn.
     return [token for token in ids if 0 <= token < vocab_size]

@@ -144,6 +144,7 @@ def shard(shape: Sequence[int], ranks: RankGroup) -> Shard:
     local_shape, padded = [len(rows), *shape[1:]], [largest, *shape[1:]]
     if len(rows) == shape[0]:
         return Shard(local_shape, padded)
+    # A rank without rows starts at the parameter's end.
     return Shard(
         local_shape, padded, [*shape], [min(rows.start, shape[0]), *([0] * len(shape[1:]))]
     )
@@ -248,6 +249,7 @@ def lay_out(
         masters = _region(shards, weights.stop, Role.OPTIMIZER, MASTER)
     gradients = _region(shards, (masters or weights).stop, Role.GRADIENT, ".grad")
     is_on_host = optimizer_on is OptimizerOn.HOST
+    # In host memory, the optimizer's part begins behind the heap's copy.
     start = host_start(gradients.stop) if is_on_host else gradients.stop
     exp_avg = _region(shards, start, Role.OPTIMIZER, ".exp_avg")
     exp_avg_sq = _region(shards, exp_avg.stop, Role.OPTIMIZER, ".exp_avg_sq")

@@ -113,6 +113,7 @@ def _joined(row: Row, i: int, prefix_T: Ints, tokens_T: Ints) -> Row | None:
     """Return the row with sample i added; None if that costs tokens or makes the row too long."""
     prefix = _common_prefix(prefix_T, tokens_T)
     count = len(row.members)
+    # If the common prefix gets shorter, each branch must repeat the difference.
     length = row.length + (row.prefix - prefix) * (count - 1) + tokens_T.size - prefix
     saves = prefix > 0 and length <= row.length + tokens_T.size
     return Row([*row.members, i], prefix, length) if saves and length <= ROW_TOKENS else None

@@ -83,6 +83,7 @@ def logprobs(scorer: Scorer, batch: Batch, packed: Iterable[Pass] | None = None)
         if item.index_N.size:  # an idle pass requests no position
             lp_N[item.source_N] = scorer(item).cpu().numpy()
         else:
+            # Its collectives must run all the same.
             scorer(item)
     samples = [lp_N[start:stop] for start, stop in pairwise(batch.starts.tolist())]
     if lp_N.ndim > 1:

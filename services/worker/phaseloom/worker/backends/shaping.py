@@ -95,6 +95,7 @@ class Shaping:
         params, shaped_BV = self._params, logits_BV.clone()
         for i, row in enumerate(rows_B.tolist()):
             for word in params.bad_words:
+                # Only the last token of a bad word is excluded, once all others precede it.
                 if _ends_with(self._outputs[row], word[:-1]):
                     shaped_BV[i, word[-1]] = -torch.inf
         if self._is_penalised:
@@ -129,6 +130,7 @@ def _filtered(logits_BV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         last_B1 = logits_BV.topk(params.top_k, dim=-1).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < last_B1, -torch.inf)
     if params.top_p < 1:
+        # Ascending, so the cumulative sum at a token covers it and all less likely ones.
         sorted_BV, index_BV = logits_BV.sort(dim=-1, stable=True)
         is_out_BV = torch.softmax(sorted_BV, dim=-1).cumsum(dim=-1) <= 1 - params.top_p
         is_out_BV[:, -1] = False

@@ -32,6 +32,7 @@ class StopText:
         generated: the sample's tokens so far."""
         self._stops = [stop.encode() for stop in stops]
         self._token_bytes = token_bytes
+        # An incomplete stop string has at most this many bytes of the text before a token.
         self._keep = max(map(len, self._stops)) - 1
         self._tail = b""
         self._remember(b"".join(token_bytes[token] for token in generated))

@@ -93,6 +93,7 @@ class Training:
         """Update the weights and zero the gradients. Args: norm: over the gradients of all
         ranks."""
         assert self.moments is not None
+        # 0 stands for no clipping.
         if 0 < adam.grad_clip_norm < norm:
             self.gradients.mul_(adam.grad_clip_norm / norm)
         hyperparameters = Hyperparameters(
@@ -199,6 +200,7 @@ class TrainingBackend(Member, ABC):
         Raises: CallerError: on some rank the loss or a gradient is not finite.
         """
         is_finite = math.isfinite(loss)
+        # A single sum is enough: any inf or nan makes it non-finite.
         is_finite &= math.isfinite(self._require_training().gradients.sum().item())
         if largest(not is_finite, self._ranks):
             raise CallerError(

@@ -48,6 +48,7 @@ def shard_modules(
         )
     for module in root.modules():
         if isinstance(module, FSDPModule):
+            # Losses are sums, so FSDP2 must sum gradients over ranks and never average them.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
@@ -74,6 +75,7 @@ def use_heap(model: nn.Module, filled: Views, used: Views, gradients: Views) -> 
         if gradients[name].dtype == parameter.dtype:
             parameter.grad = gradients[name]
         else:
+            # Autograd cannot add to a float32 gradient of a bfloat16 parameter.
             accumulate(parameter, gradients[name])
 
 
@@ -110,6 +112,7 @@ def move_parameters(scorer: scoring.Scorer, views: Views, padded: Views) -> None
         assert isinstance(parameter, DTensor)
         views[name].copy_(parameter.to_local().detach())
         parameter._local_tensor = padded[name]
+    # FSDP2 overrides `_apply` to rebuild its sharded parameters, so the identity is enough.
     apply: Callable[..., nn.Module] = scorer._apply
     apply(lambda tensor: tensor)
     for name, parameter in parameters.items():

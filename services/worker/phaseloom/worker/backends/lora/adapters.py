@@ -110,6 +110,7 @@ def adapt(model: PreTrainedModel, adapter: Adapter) -> None:
                 field="model.adapter.targets",
                 remedy=f"choose from {', '.join(layer_names)}",
             )
+    # Drawn in order of names by a generator of its own: the same adapter on every backend.
     generator = torch.Generator().manual_seed(adapter.seed)
     rows = RowAdapters()
     for name in sorted(layers):

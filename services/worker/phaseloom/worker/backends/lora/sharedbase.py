@@ -137,6 +137,7 @@ def _write(path: Path, spec: ModelSpec, slots: Sequence[TensorSlot], num_bytes: 
                     names=parameter_shapes(replace(spec, adapter=None)),
                     ties_embeddings=bool(spec.config.get("tie_word_embeddings")),
                 )
+        # Nothing may write to weights that other ranks have mapped.
         draft.chmod(0o400)
         draft.rename(path)
     except OSError as error:

@@ -147,6 +147,7 @@ class MegatronBackend(TrainingBackend):
             self._training = Training.of(self._tensors, weights, training, self._masters)
             flat, views = self._training.gradients, self._tensors.views(training.gradients)
             self._gradients = Gradients(sizes, self._place, flat, views)
+        # Slices that several ranks hold count once in the norm of the gradients.
         self._owned = sorted(owned(self.holdings, ranks.rank))
         del model
         return_freed_memory()

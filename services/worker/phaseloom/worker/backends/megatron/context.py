@@ -57,6 +57,7 @@ def share_of(packed: Pass, cp: int, rank: int, tp: int = 1) -> Share:
     visible_BSS = padded.visible_BTT
     if visible_BSS is None and cp > 1:
         visible_BSS = np.tri(length, dtype=np.bool_)[None]
+    # Column → its index among this rank's columns; -1 if another rank has it.
     local_index = np.full(length, -1)
     local_index[local_columns] = np.arange(local_columns.size)
     row, column = np.divmod(packed.index_N, num_columns)

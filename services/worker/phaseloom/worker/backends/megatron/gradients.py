@@ -118,6 +118,7 @@ class Gradients:
         """Sum a projection's gradients over the ranks that hold the same head."""
         heads = key_value_heads(self._sizes, self._place)
         size = self._sizes.head
+        # Each rank adds its head in its place, so the sum adds up only equal heads.
         all_heads = gradient.new_zeros([self._sizes.kv_heads * size, *gradient.shape[1:]])
         local_heads = all_heads[heads.start * size : heads.stop * size]
         local_heads.copy_(gradient)

@@ -103,6 +103,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         if self._ranks.size() > 1:
             gather: Any = _Gathered.apply
             key_TBnD, value_TBnD = gather(key_TBnD, self._ranks), gather(value_TBnD, self._ranks)
+        # The number of query heads that share a key-value head.
         repeated = query_TBnD.shape[2] // key_TBnD.shape[2]
         query, key, value = (
             tensor.permute(1, 2, 0, 3) for tensor in (query_TBnD, key_TBnD, value_TBnD)

@@ -100,6 +100,7 @@ class SamplerBackend(InferenceBackend):
         module: torch.nn.Module = self._model
         module.to(self._device)
         self.config = config_dict(self._model, spec.model)
+        # From here on, every parameter is a view of the heap.
         views = self._tensors.views(self._layout.weights)
         for name, parameter in own_parameters(self._model).items():
             views[name].copy_(parameter.data)
@@ -148,6 +149,7 @@ class SamplerBackend(InferenceBackend):
             self._add_requests(call, requests)
             while call.has_waiting or batch.waves:
                 num_adapters = self._adapters.num_places if self._adapters else 0
+                # A new wave runs its prefill alone. Without one, all rows decode one token.
                 wave = call.next_wave(batch, num_adapters)
                 if wave:
                     self._start_wave(call, batch, wave)
@@ -210,6 +212,7 @@ class SamplerBackend(InferenceBackend):
         rows = Rows(samplings, self.vocab_size)
         prefixes = self._find_prefixes(call, wave)
         prefill = self._prefill(wave, prefixes, rows.room)
+        # All samples of a prompt start from one prefill: row b belongs to prompt expand_B[b].
         samples_P = [call.args(prompt).num_samples for prompt in wave]
         expand_B = torch.arange(len(wave)).repeat_interleave(torch.tensor(samples_P))
         expand_B = expand_B.to(self._device)
@@ -245,6 +248,8 @@ class SamplerBackend(InferenceBackend):
 
         Args: room: columns for tokens to generate.
         """
+        # Prompts by number of uncached tokens. Key 0 has all without a cached prefix: `prefill`
+        # pads them to one length, which `resume` cannot do.
         groups: dict[int, list[int]] = {}
         for i, (prompt, prefix) in enumerate(zip(wave, prefixes, strict=True)):
             num_new = prompt.tokens_T.size - prefix.num_tokens
@@ -258,6 +263,7 @@ class SamplerBackend(InferenceBackend):
         cache = parts[0].cache
         for part in parts[1:]:
             cache = cache.joined(part.cache, room)
+        # Back from the order of groups to that of the wave.
         order_P = torch.tensor([i for group in groups.values() for i in group]).argsort()
         order_P = order_P.to(self._device)
         logits_PV = torch.cat([part.logits_BV for part in parts])
@@ -350,6 +356,7 @@ class SamplerBackend(InferenceBackend):
         if not args.prompt_logprobs:
             return GenerateResult([])
         tokens = [int32s(prompt.tokens) for prompt in args.prompts]
+        # A prompt of one token has no target to score.
         data = [Datum(tokens_T[:-1], tokens_T[1:]) for tokens_T in tokens if tokens_T[1:]]
         batch = forward_batch(Forward(data), self.vocab_size)
         num_top = min(args.prompt_top_logprobs, self.vocab_size)
@@ -437,6 +444,7 @@ class _Batch:
         live = [rows.num_live_rows for rows in self.waves]
         if all(live) and sum(live) >= KEEP_ROWS * sum(self.num_rows_by_wave):
             return
+        # A wave's first row in the cache.
         starts = np.cumsum([0, *self.num_rows_by_wave[:-1]])
         kept_by_wave = [rows.drop_finished() for rows in self.waves]
         kept_rows = [
@@ -538,6 +546,7 @@ class _Call:
             num_samples = self.args(prompt).num_samples
             longest = max(longest, prompt.tokens_T.size)
             room = max(room, prompt.max_tokens)
+            # The very first prompt always starts, even if it exceeds the bound by itself.
             is_first = not (wave or batch.waves)
             if not is_first and (num_rows + num_samples) * (longest + room) > WAVE_TOKENS:
                 break

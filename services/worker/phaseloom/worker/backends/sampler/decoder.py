@@ -127,6 +127,7 @@ class LlamaCache:
     def keep_rows(self, index_R: torch.Tensor) -> None:
         _, num_heads, capacity, size = self.keys[0].shape
         heads_K = torch.arange(num_heads, device=index_R.device)
+        # Rows and heads as one dimension.
         index_Z = (index_R[:, None] * num_heads + heads_K).flatten()
 
         def pick(cached_BKSD: torch.Tensor) -> torch.Tensor:
@@ -216,6 +217,7 @@ class LlamaDecoder:
         hidden_BTH = F.embedding(tokens_BT, self._embedding.weight)
         start, stop = cache.columns, cache.columns + tokens_BT.shape[1]
         columns_T = torch.arange(start, stop, device=tokens_BT.device)
+        # Padding gets position 0. Its value does not matter, because the mask hides it.
         positions_BT = (columns_T - cache.padding_B[:, None]).clamp_(min=0)
         cos_BTD, sin_BTD = self._rotary(hidden_BTH, positions_BT)
         rope = (cos_BTD[:, :, None], sin_BTD[:, :, None])

@@ -131,11 +131,13 @@ class PrefixCache:
             origins = [self._versions.setdefault(version, -1 - len(self._versions))]
             self._roots.setdefault(origins[0], _Block(None, ()))
         elif num_generated:
+            # Only a continued sample may use older weights' keys and values. Newest first.
             origins = [past for past in reversed(self._roots) if past >= 0]
         else:
             origins = [self._now]
         matches = [(origin, *_match(self._roots[origin], cacheable)) for origin in origins]
         full_matches = [match for match in matches if match[1] == len(cacheable)]
+        # The newest tree with the whole prompt, otherwise the newest tree.
         origin, num_tokens, path = (full_matches or matches)[0]
         self._touch(path)
         return Prefix(origin, num_tokens, [block.index for block in path])
@@ -227,6 +229,7 @@ class PrefixCache:
         return True
 
     def _touch(self, path: Sequence[_Block]) -> None:
+        # From the leaf up, so that a block is always evicted before its parent.
         for block in reversed(path):
             self._used.move_to_end(block)
 

@@ -118,6 +118,7 @@ class Rows:
         num_top = min(max(sampling.params.top_logprobs for sampling in samplings), vocab_size)
         self._top_tokens_RIK = np.zeros((num_rows, limit, num_top), dtype="<i4")
         self._top_logprobs_RIK = np.zeros((num_rows, limit, num_top), dtype="<f4")
+        # A row that nothing stops ends at its limit.
         self._length_R = self._limit_R.numpy().copy()
         self._stop_reason_R = np.full(num_rows, "length", dtype=object)
         self._rows_B = torch.arange(num_rows)
@@ -217,6 +218,7 @@ class Rows:
         start = self._samplings[i].starts[
             (row - self._first_row(i)) // self._samplings[i].num_samples
         ]
+        # The decoder has not run the last token drawn, so that one has no keys and values.
         sampled = self._tokens_RI[row, : self._length_R[row] - 1].tolist()
         return [*start.prompt, *start.generated, *sampled]
 
@@ -243,6 +245,7 @@ class Rows:
             ends_B[
                 torch.from_numpy(live.nonzero()[0][self._completes_stop_string(rows, tokens)])
             ] = True
+        # Finished rows still in the batch draw tokens too, which must not end them again.
         ends_B &= self._live_B
         self._end(ends_B, "stop")
         self._live_B &= self._limit_R[self._rows_B] > self._position
@@ -304,6 +307,7 @@ class Rows:
 
     def _draw(self, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         draws_B = self._draws_RI[self._rows_B, self._position]
+        # The usual case needs a single call for all rows.
         if not any(self._shapings) and len(self._temperatures) == 1:
             return draw(logits_BV, draws_B, *self._temperatures)
         tokens_B = torch.empty(draws_B.shape, dtype=torch.int64)

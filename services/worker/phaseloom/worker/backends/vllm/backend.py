@@ -231,6 +231,7 @@ class VllmBackend(InferenceBackend, Member):
         """Return the log-probabilities of each sample's targets, which are its tokens shifted by
         one."""
         for i, datum in enumerate(batch):
+            # vLLM scores the tokens of a prompt, so the last target joins them.
             tokens = [*int32s(datum.tokens), int32s(datum.targets)[-1]]
             self._engine.add(Request(f"{i}", tokens, max_tokens=1, scores_prompt=True))
         logprobs: dict[str, Float32s] = {}
@@ -407,6 +408,7 @@ class _Call:
         """Start decoding a row. Returns: the most new tokens that it can get."""
         prompt, sampling = args.prompts[row.prompt], args.sampling
         tokens, start = [*int32s(prompt.tokens)], prompt.num_generated
+        # Without a `Draw`, vLLM decodes greedily.
         draw = None
         if sampling.temperature or not is_plain(sampling):
             end = len(tokens) - start
@@ -440,6 +442,7 @@ class _Call:
             if self._watch.is_cancelled(i):
                 self._drop(i)
                 self._watch.ended(i, None)
+            # A stopped request still gets the log-probabilities of its prompts.
             elif self._requests[i].is_scored and self._watch.is_stopped(i):
                 for name in self._live[i]:
                     self._rows[name].stop_reason = "partial"

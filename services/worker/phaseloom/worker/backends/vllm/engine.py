@@ -217,10 +217,10 @@ class Engine:
     def add(self, request: Request) -> None:
         extra = None if request.draw is None else {KEY: request.draw}
         params = SamplingParams(
-            temperature=0.0,
+            temperature=0.0,  # `Draws` chooses the token, so vLLM must not sample
             max_tokens=request.max_tokens,
             stop_token_ids=list(request.stop_token_ids),
-            ignore_eos=True,
+            ignore_eos=True,  # stop_token_ids has the model's end tokens, if they count
             detokenize=False,
             logprobs=request.num_top,
             prompt_logprobs=request.num_prompt_top if request.scores_prompt else None,
