@@ -94,7 +94,7 @@ async def test_adapters_of_several_jobs_are_trained_on_one_base_whoever_is_kille
         await loading
         assert await said(other.deployment("sampler")) == after
         larger = await connection.submit_job("larger", specs(client.Adapter(rank=5))[1:])
-        with pytest.raises(CallerError, match="is another"):
+        with pytest.raises(CallerError, match="does not fit"):
             await larger.deployment("sampler").load_state("end", source="mine/policy")
         bases = await asyncio.to_thread(list, mesh.run_dir.rglob("bases/*"))
         names = {path.name for path in bases if path.suffix != ".lock"}

@@ -87,9 +87,11 @@ async def _came(node: Daemon, number: int = 1) -> tuple[int, int, int]:
     async with asyncio.timeout(30):
         while len(found) < number:
             await node.agent.status()  # its log comes here meanwhile
-            found = re.findall(r"came: (\d+) bytes .*, (\d+) from here, (\d+) by", node.text())
-    source, own_boxes, peers = map(int, found[number - 1])
-    return source, own_boxes, peers
+            found = re.findall(
+                r"fetched \S.*: (\d+) bytes .*, (\d+) from here, (\d+) from", node.text()
+            )
+    source, local, peers = map(int, found[number - 1])
+    return source, local, peers
 
 
 def _union_bytes(needed: Sequence[Sequence[Slice]]) -> int:
@@ -157,8 +159,8 @@ async def _sync_two(world: World, key: VersionKey, chance: random.Random) -> Non
     crossed = 0
     for (node, plan, mine, _), memory in zip(jobs, opened, strict=True):
         needed = check_slices(plan, mine, memory)
-        came, own_boxes, relayed = await _came(world.nodes[node], key.seq - 1)
-        assert (came + relayed, own_boxes) == (needed, 0)
+        came, local, relayed = await _came(world.nodes[node], key.seq - 1)
+        assert (came + relayed, local) == (needed, 0)
         crossed += came
     union = _union_bytes([slices for *_, slices in jobs])
     assert crossed == union
@@ -282,7 +284,7 @@ async def test_what_a_peer_that_died_was_to_fetch_comes_from_the_source(
         await slow.passed(before + SIZE // 4)
         await dying.kill()
         await opening
-        await living.logged(f"by way of Peer(endpoint='{endpoint}'")
+        await living.logged(f"from peer Peer(endpoint='{endpoint}'")
         came, _, relayed = await _came(living)
         assert came + relayed == SIZE // 2
         assert slow.passed_bytes - before < came + _CONTROL
@@ -428,7 +430,7 @@ async def test_a_peer_that_lies_is_left(
             # What the peer was given has crossed for it; now it crosses again.
             assert await _came(world.nodes[0]) == (SIZE // 2, 0, 0)
             assert world.passed_bytes - before < SIZE // 2 + _CONTROL
-            await world.nodes[0].logged(f"by way of Peer(endpoint={endpoint!r}")
+            await world.nodes[0].logged(f"from peer Peer(endpoint={endpoint!r}")
 
 
 async def test_a_peer_that_never_delivers_is_left(

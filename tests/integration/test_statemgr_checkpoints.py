@@ -283,7 +283,9 @@ async def test_slices_that_make_no_whole_are_refused_and_nothing_is_left(short_d
         half = [slots(num_ranks=2)[0]]
         rank = await start(d, POLICY, heap_bytes(), slots=half)
         await d.agent.switch_in(POLICY, 1, 1, [])
-        with pytest.raises(CallerError, match=r"a\.weight: its slices do not make a whole"):
+        with pytest.raises(
+            CallerError, match=r"a\.weight: its slices do not cover the whole tensor"
+        ):
             await save(rank, "c")
         assert left_over(d) == []
         assert not place(d, "c").exists()

@@ -170,7 +170,7 @@ async def test_daemon_is_killed_while_the_rank_works_on_in_host_memory(short_dir
         state = rank.step(2)
         await d.relaunch()
         # What the seal was prepared from is gone with the daemon, and it must not be made of more.
-        with pytest.raises(CallerError, match=r"no copy of .* at 1 is prepared"):
+        with pytest.raises(CallerError, match=r"no seal of .* is prepared at 1"):
             await d.agent.write_seal(POLICY, 1, 1, [])
         assert rank.state() == state
         await d.agent.switch_out(POLICY, 1, 1)
@@ -206,7 +206,7 @@ async def test_rank_with_another_host_part_cannot_take_the_seal(short_dir: Path)
         await d.agent.prepare_seal(POLICY, 1, 1)
         await d.agent.write_seal(POLICY, 1, 1, [])
         other = Learner(host_bytes=0)
-        with pytest.raises(CallerError, match="holds another layout"):
+        with pytest.raises(CallerError, match="has another layout"):
             await other.join(d, POLICY, 2, 1)
 
 

@@ -383,7 +383,7 @@ async def test_a_certificate_of_another_authority_is_refused_on_both_sides(
         trusting = tls.Identity(stranger.server, _careless(short_dir / "elsewhere"))
         for who, says in (
             (stranger, "is not of this mesh"),
-            (trusting, "does not take this node's certificate"),
+            (trusting, "rejected this node's certificate"),
             (tls.Identity(stranger.server, _careless(None)), "does not take this node's"),
         ):
             with pytest.raises(CallerError, match=says) as caught:

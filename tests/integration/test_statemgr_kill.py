@@ -462,7 +462,7 @@ async def test_daemon_begins_afresh_when_its_agent_leaves_while_handing_over(
         assert await agent.call(AgentHello(SECRET, "an index")) == (Welcome(needs_handles=True), [])
         await agent.close()
         assert await asyncio.wait_for(d.ended(), 60) != 0
-        assert "the agent left in the middle of handing over" in d.text()
+        assert "the agent left during the handover" in d.text()
         d.log.clear()
         await d.launch()
         d.agent = await AgentStateClient.connect(d.socket, SECRET)
@@ -478,7 +478,7 @@ async def test_nothing_is_taken_over_from_an_index_that_cannot_be_read(short_dir
         fds = [os.memfd_create(name) for name in ("first", "second", "extent")]
         os.write(fds[0], b"PLBOOKS1 and then nothing")
         await agent.call(HandOver([-1, -2, 1]), fds)
-        with pytest.raises(CallerError, match="descriptors for handles"):
+        with pytest.raises(CallerError, match="expected one descriptor for each"):
             await agent.call(HandOver([1]), fds[2:])
         assert await agent.call(FinishHandover()) == (HandoverFinished([]), [])
         report, _ = await agent.call(StatusRequest())

@@ -128,7 +128,7 @@ async def test_seal_holds_every_rank_and_is_refused_by_another_layout(short_dir:
         await d.agent.switch_in(POLICY, 2, 2, [])
         assert [rank.digest() for rank in reborn] == digests
         for incarnation, sizes in ((3, [3 * MiB]), (4, [MiB, MiB]), (5, [MiB, 2 * MiB, MiB])):
-            with pytest.raises(CallerError, match="holds another layout") as caught:
+            with pytest.raises(CallerError, match="has another layout") as caught:
                 await start_ranks(
                     d,
                     POLICY,
@@ -171,7 +171,7 @@ async def test_versions_are_made_by_rank_0_and_read_by_every_rank(short_dir: Pat
             assert (bytes(content[:3]), digest) == (b"\x07\x07\x07", made.digest)
             with pytest.raises(CallerError, match="of another model"):
                 await open_version(rank.client, key, [], [])
-        with pytest.raises(CallerError, match="not the first here") as caught:
+        with pytest.raises(CallerError, match="only the first rank") as caught:
             await ranks[1].client.versions.reserve(VersionKey(POLICY, 3), ranks[1].slots)
         assert caught.value.info.code is Code.PERMISSION_DENIED
 

@@ -244,7 +244,7 @@ async def test_extent_that_a_rank_keeps_mapped_is_never_shared(short_dir: Path) 
         mapping[:] = content_of(3)
         good = await frozen(d, SECOND)
         await peer.call(CommitInitial(good.client._copies.copied[1]))
-        await d.logged("is mapped by somebody still")
+        await d.logged("is still mapped writable")
         assert sorted(bool(c.hash) for c in (await d.agent.status()).shared_copies) == [False, True]
         mapping[:] = bytes(SIZE)
         await visit(d, good, SECOND, 1)
@@ -283,7 +283,7 @@ async def test_rank_that_lies_about_its_copy_loses_its_incarnation_and_nobody_el
         await d.agent.switch_in(FIRST, 1, 1, [])
         await d.agent.switch_out(FIRST, 1, 1)
         await asyncio.wait_for(peer.closed, 60)
-        await d.logged("its host copy is not what its digest says")
+        await d.logged("its host copy does not match its digest")
         assert only(await d.agent.status()).users == [str(SECOND)]
         assert await visit(d, good, SECOND, 2) == expected
 

@@ -168,7 +168,7 @@ async def test_a_version_is_exact_where_a_bit_of_its_base_has_flipped(
         node = pair.train if where == "source" else pair.rollouts[0]
         flip_in_memory(node.pid, f"version {FIRST}", SIZE // 2)
         await pair.sync(SECOND)
-        await pair.rollouts[0].logged("a delta makes other bytes; it comes whole")
+        await pair.rollouts[0].logged("a delta produced other bytes; requesting no more deltas")
 
 
 async def test_a_delta_goes_on_when_the_link_broke(short_dir: Path) -> None:

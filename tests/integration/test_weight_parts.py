@@ -109,12 +109,12 @@ async def test_nothing_is_readable_before_all_parts_are_and_a_dead_incarnation_s
         daemon(short_dir / "b", devices=DEVICES, NODE="b") as rollout,
     ):
         first, second = await _policy(train)
-        (own_boxes,), source = await _sampler(train), await train.endpoint()
+        (local,), source = await _sampler(train), await train.endpoint()
         (there,) = await start_part_ranks([rollout], SAMPLER, 1, is_sharded=False)
         before = (await train.agent.status()).host_used_bytes
         first.backend.fill(ONE)
         await first.weights.write(VERSION)
-        await _nothing_is_readable(own_boxes, [])
+        await _nothing_is_readable(local, [])
         await _nothing_is_readable(there, [source])
         await second.client.close()
         while POLICY in [each.deployment for each in (await train.agent.status()).deployments]:
@@ -179,8 +179,8 @@ async def test_parts_on_several_nodes_come_to_readers_of_any_layout(short_dir: P
             assert len(set(digests)) == 1
             for reader in readers:
                 assert reader.backend.holds(ONE), reader.settings
-        await nodes[2].logged("version acme.sums.policy.2/3of4 came")
-        await nodes[3].logged("slices of version acme.sums.policy.2 came")
+        await nodes[2].logged("fetched version acme.sums.policy.2/3of4")
+        await nodes[3].logged("fetched slices of version acme.sums.policy.2")
         for node in nodes:
             await node.agent.drop_versions([VERSION])
             assert (await node.agent.status()).versions == []
@@ -255,13 +255,13 @@ async def test_a_part_that_went_bad_at_its_source_is_never_taken(short_dir: Path
     ):
         ranks = await _policy(train)
         await publish(ranks, VERSION, ONE)
-        (own_boxes,), (there,) = (
+        (local,), (there,) = (
             await _sampler(train),
             await start_part_ranks([rollout], SAMPLER, 1, is_sharded=False),
         )
         _flip(ranks[1], 5)
         # Who finds it out tells the source, which has it no more: its policy makes it again.
-        for reader in (there, own_boxes):
+        for reader in (there, local):
             reader.backend.fill(arrays(9))
             with pytest.raises(PhaseloomError) as caught:
                 await reader.sync(VERSION, await train.endpoint())

@@ -75,8 +75,8 @@ def test_runs_of_all_ranks_make_the_whole_tensor(drawn: tuple[list[int], list[Te
 @pytest.mark.parametrize(
     ("slots", "why"),
     [
-        ([slot([2, 3], whole=[4, 3], start=[0, 0])], "do not make a whole"),
-        ([slot([2], whole=[4], start=[0]), slot([3], whole=[4], start=[1])], "do not make"),
+        ([slot([2, 3], whole=[4, 3], start=[0, 0])], "do not cover the whole tensor"),
+        ([slot([2], whole=[4], start=[0]), slot([3], whole=[4], start=[1])], "do not cover"),
         (
             [
                 slot([2, 2], whole=[2, 4], start=[0, 0]),
@@ -84,16 +84,16 @@ def test_runs_of_all_ranks_make_the_whole_tensor(drawn: tuple[list[int], list[Te
             ],
             "overlap",
         ),
-        ([slot([2], whole=[4], start=[3])], "otherwise"),
-        ([slot([2], whole=[2], start=[-1])], "otherwise"),
-        ([slot([2], whole=[4])], "otherwise"),
-        ([slot([4]), slot([5])], "otherwise"),
-        ([slot([2], whole=[2, 1], start=[0, 0])], "otherwise"),
-        ([TensorSlot("w", Role.WEIGHT, "float32", [2], 0, 4)], "otherwise"),
-        ([TensorSlot("w", Role.WEIGHT, "nothing", [2], 0, 8)], "otherwise"),
+        ([slot([2], whole=[4], start=[3])], "differently"),
+        ([slot([2], whole=[2], start=[-1])], "differently"),
+        ([slot([2], whole=[4])], "differently"),
+        ([slot([4]), slot([5])], "differently"),
+        ([slot([2], whole=[2, 1], start=[0, 0])], "differently"),
+        ([TensorSlot("w", Role.WEIGHT, "float32", [2], 0, 4)], "differently"),
+        ([TensorSlot("w", Role.WEIGHT, "nothing", [2], 0, 8)], "differently"),
         # Sizes below zero make a product that fits, and runs that begin before the tensor.
-        ([slot([1, -2, -9], whole=[2, -1, -9], start=[0, 1, 0])], "otherwise"),
-        ([slot([-2, -3])], "otherwise"),
+        ([slot([1, -2, -9], whole=[2, -1, -9], start=[0, 1, 0])], "differently"),
+        ([slot([-2, -3])], "differently"),
     ],
 )
 def test_slices_that_contradict_are_refused_by_name(slots: list[TensorSlot], why: str) -> None:

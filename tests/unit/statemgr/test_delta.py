@@ -87,7 +87,7 @@ def test_a_delta_of_another_size_is_refused() -> None:
 def test_an_element_behind_the_end_is_refused() -> None:
     """A block that is not full has places for more than there are."""
     delta = zlib.compress(b"\1\0" + b"\1\0") + b"\xff"
-    with pytest.raises(DeltaError, match="element 255 of 3"):
+    with pytest.raises(DeltaError, match="element 255 is beyond the last of 3"):
         apply(memoryview(bytes(6)), memoryview(delta))
 
 

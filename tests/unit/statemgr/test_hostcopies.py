@@ -81,7 +81,7 @@ def test_bases_are_hashes_with_one_name() -> None:
         OTHER_BASE: "m",
         PRIVATE: "n",
     }
-    for wrong, why in (({"m": ["m"]}, "no BLAKE3"), ({"m": [BASE], "n": [BASE]}, "already")):
+    for wrong, why in (({"m": ["m"]}, "not a BLAKE3"), ({"m": [BASE], "n": [BASE]}, "already")):
         with pytest.raises(CallerError, match=why) as caught:
             bases_of(wrong)
         assert caught.value.info.remedy

@@ -65,7 +65,7 @@ def test_what_an_earlier_incarnation_left_is_not_this_one_s(tmp_path: Path) -> N
 
 def test_part_of_another_incarnation_is_not_taken(tmp_path: Path) -> None:
     parts_of(tmp_path, "second").write(snapshot(1, incarnation=2), [held(1, 1)], NEVER)
-    with pytest.raises(PhaseloomError, match="ranks from 1 on") as refused:
+    with pytest.raises(PhaseloomError, match="from ranks 1 and up") as refused:
         parts_of(tmp_path, "first").find(snapshot(0))
     assert refused.value.info.code is Code.FAILED_PRECONDITION
 

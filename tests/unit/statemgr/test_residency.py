@@ -197,10 +197,10 @@ def test_same_registration_again_changes_nothing() -> None:
         residency.register(RegisterWpg([token], B, 1, [0], 0))
     with pytest.raises(CallerError, match="in use"):
         residency.register(RegisterWpg(["twice", "twice"], B, 1, [0, 0], 0))
-    with pytest.raises(CallerError, match="device 1 of 1"):
+    with pytest.raises(CallerError, match="device must be below 1, got 1"):
         residency.register(RegisterWpg(["t"], B, 1, [1], 0))
     for tokens, devices in ((["t"], [0, 0]), ([], [])):
-        with pytest.raises(CallerError, match=f"{len(devices)} devices for {len(tokens)} ranks"):
+        with pytest.raises(CallerError, match=f"each of {len(tokens)} ranks, got {len(devices)}"):
             residency.register(RegisterWpg(tokens, B, 1, devices, 0))
 
 
@@ -226,10 +226,10 @@ def test_offload_over_a_prepared_seal_is_our_own_bug() -> None:
     with pytest.raises(CallerError, match="has applied 4, not 5"):
         residency.prepare_seal(wpg, 5)
     residency.prepare_seal(wpg, 4)
-    with pytest.raises(PhaseloomError, match="over the seal prepared at 4"):
+    with pytest.raises(PhaseloomError, match="overwrite the seal prepared at 4"):
         residency.begin_copy_out(rank, release=True)
     residency.begin_write(wpg, 4)
-    with pytest.raises(CallerError, match="no copy"):
+    with pytest.raises(CallerError, match="no seal of"):
         residency.begin_write(wpg, 4)
     residency.end_seal(wpg)
     residency.begin_copy_out(rank, release=True)

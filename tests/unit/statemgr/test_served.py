@@ -62,7 +62,7 @@ async def test_who_waits_for_what_is_given_up_is_told() -> None:
     waiting = asyncio.ensure_future(incoming.until_arrived(ROWS, Box("w", [5, 0], [1, 1])))
     await asyncio.sleep(0)
     incoming.give_up()
-    with pytest.raises(ResourceError, match="did not come here"):
+    with pytest.raises(ResourceError, match="will not arrive here"):
         await waiting
     await incoming.until_arrived(ROWS, came.boxes[0])
 

@@ -34,6 +34,6 @@ async def test_slices_are_looked_through_beside_the_event_loop(tmp_path: Path) -
     done, _ = await asyncio.wait([opening], timeout=0.05)
     busy.set()
     assert not done, "it was looked through on the event loop"
-    with pytest.raises(CallerError, match="is no box"):
+    with pytest.raises(CallerError, match="is not a box"):
         await opening
     node.close()

@@ -149,7 +149,7 @@ def test_seal_of_other_nodes_ranks_is_not_restored() -> None:
     older = seal_header(KEY, 1, [Section(64, [SLOT], "x")])
     assert restored(own, 1, 2) == restored(older, 1, 2) == Section(64, [SLOT], "x")
     for rank_offset, num_ranks in ((0, 2), (1, 3), (0, 1)):
-        with pytest.raises(ResourceError, match=r"ranks from 1 on, of 2; ") as caught:
+        with pytest.raises(ResourceError, match=r"ranks 1 and up of 2; ") as caught:
             restored(own, rank_offset, num_ranks)
         assert caught.value.info.code is Code.DATA_LOSS
 

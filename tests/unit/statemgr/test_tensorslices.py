@@ -58,7 +58,7 @@ def test_runs_are_the_box_s_bytes_in_order(box: tuple[list[int], list[int], list
 
 def test_a_box_that_is_too_large_is_refused_before_its_runs_are_listed() -> None:
     tensor = TensorSlot("w", Role.WEIGHT, "uint8", [2**40, 2], 0, 2**41)
-    with pytest.raises(CallerError, match="is more than"):
+    with pytest.raises(CallerError, match="is larger than"):
         runs(tensor, Box("w", [0, 0], [2**40, 1]))
 
 

@@ -141,7 +141,7 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     home = Home(identity, "", config.site, config.peer_timeout_s)
     directory = await asyncio.to_thread(StateDirectory, Path(config.directory))
     log.info(
-        "%s is written and read %s: %s",
+        "%s uses %s I/O: %s",
         *(config.directory, directory.disk.path.method, directory.disk.path.why),
     )
     node = Node(
@@ -321,7 +321,7 @@ class _Addresses:
         try:
             listener = _listen(host, int(port))
         except OSError as error:
-            log.warning("versions cannot be served at %s yet: %s", endpoint, error)
+            log.warning("cannot serve versions at %s yet: %s", endpoint, error)
             return False
         self._listeners.append(listener)
         self._serve(listener)

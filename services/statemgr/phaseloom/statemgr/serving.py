@@ -133,7 +133,9 @@ class Server:
 
     async def _serve_parts(self, stream: Stream, request: wire.OpenVersion) -> None:
         if len(request.parts) > _MAX_PARTS:
-            raise CallerError(f"{len(request.parts)} parts", field="parts")
+            raise CallerError(
+                f"at most {_MAX_PARTS} parts are allowed, got {len(request.parts)}", field="parts"
+            )
         async with AsyncExitStack() as stack:
             parts = OpenParts()
             for part in sorted(set(request.parts)):
@@ -240,12 +242,12 @@ class Server:
         """
         part = content.get(name) if isinstance(content, OpenParts) else None
         if part is None:
-            raise CallerError(f"part {name!r} was not asked for", field="part")
+            raise CallerError(f"part {name!r} is not open on this stream", field="part")
         taking = asyncio.to_thread(digest_in_threads, part.memory)
         if await self._while_waiting(stream, taking) == part.version.digest:
             return
         bad = ResourceError(
-            f"version {part.version.key} does not match its digest any more",
+            f"version {part.version.key} no longer matches its digest",
             code=Code.DATA_LOSS,
         )
         try:
@@ -296,13 +298,20 @@ async def _next_request(stream: Stream) -> bytes | None:
 def _find_boxes(content: Served, request: wire.Give, *, is_assigned: bool) -> list[Found]:
     """Find the requested boxes. Raises: CallerError: they do not exist, or are too large."""
     if len(request.boxes) > MAX_BATCH_BOXES:
-        raise CallerError(f"{len(request.boxes)} boxes", field="boxes")
+        raise CallerError(
+            f"at most {MAX_BATCH_BOXES} boxes are allowed, got {len(request.boxes)}", field="boxes"
+        )
     matches = [content.find(request.part, box) for box in request.boxes]
     num_bytes = sum(box_match.num_bytes for box_match in matches)
     if not is_assigned and num_bytes != request.num_bytes:
-        raise CallerError(f"{num_bytes} bytes, not {request.num_bytes}", field="num_bytes")
+        raise CallerError(
+            f"the boxes have {num_bytes} bytes, not {request.num_bytes}", field="num_bytes"
+        )
     if not 0 <= request.num_bytes <= MAX_BATCH_BYTES:
-        raise CallerError(f"{request.num_bytes} bytes are too many", field="num_bytes")
+        raise CallerError(
+            f"num_bytes must be from 0 to {MAX_BATCH_BYTES}, got {request.num_bytes}",
+            field="num_bytes",
+        )
     return matches
 
 

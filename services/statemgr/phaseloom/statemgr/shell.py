@@ -204,7 +204,7 @@ class StateManager:
         await asyncio.wait(either, timeout=HELLO_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
         if not session.greeted.done():
             if not peer.closed.done():
-                log.warning("a peer proved nothing within %.0f s", HELLO_TIMEOUT_S)
+                log.warning("a peer did not identify itself within %.0f s", HELLO_TIMEOUT_S)
             return
         await asyncio.wait([peer.closed])
         if session.rank is not None:
@@ -212,7 +212,7 @@ class StateManager:
         if session.is_agent:
             self._ledger.detach(peer)
             if session.is_handing_over:
-                raise ResourceError("the agent left in the middle of handing over")
+                raise ResourceError("the agent left during the handover")
             self._num_agents -= 1
             if not self._num_agents:
                 self._parts.sealer.abandon()
@@ -236,7 +236,7 @@ class StateManager:
         if rank is not None:
             if rank.index and _is_leader_only(body):
                 raise _denied(
-                    f"{rank} is not the first here, which alone makes versions and checkpoints"
+                    f"only the first rank on a node makes versions and checkpoints, not {rank}"
                 )
             if type(body) not in self._rank_calls:
                 raise _unexpected("a rank", body)
@@ -267,8 +267,8 @@ class StateManager:
         if session.greeted.done() or not hmac.compare_digest(
             hello.secret.encode(), self._secret.encode()
         ):
-            log.warning("an agent's hello was refused")
-            raise _denied("the secret is wrong, or the second hello")
+            log.warning("refused an agent's hello")
+            raise _denied("the secret is wrong, or this is a second hello")
         session.is_agent = True
         self._num_agents += 1
         session.greet()
@@ -294,7 +294,7 @@ class StateManager:
         session.is_handing_over = False
         session.peer.max_fds = 0
         await self._settle()
-        log.info("taken over from the daemon before; lost: %s", lost or "nothing")
+        log.info("taken over from the previous daemon; lost: %s", lost or "nothing")
         return HandoverFinished(lost)
 
     async def _settle(self) -> None:
@@ -312,7 +312,7 @@ class StateManager:
     async def _resume_rank(self, session: Session, message: RankResume) -> Done:
         await self._until_handover_known()
         if self._handover is None or session.greeted.done():
-            raise _denied("nothing was taken over, or the second hello")
+            raise _denied("nothing was taken over, or this is a second hello")
         # Verifying a large host copy may take longer than the hello timeout.
         session.greet()
         self._enter(session, await self._handover.resume(message))
@@ -323,11 +323,11 @@ class StateManager:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 await self._handover_is_known.wait()
         except TimeoutError:
-            raise ResourceError("no agent has come", remedy="come again") from None
+            raise ResourceError("no agent has connected", remedy="connect again") from None
 
     def _enter(self, session: Session, rank: Rank) -> None:
         if session.rank is not None or session.is_agent or rank in self._ranks.connected:
-            raise _denied(f"{rank} is here already, or the second hello")
+            raise _denied(f"{rank} is already here, or this is a second hello")
         if session.peer.closed.done():
             self._ranks.retire(rank.wpg, session.peer.closed.result())
             raise ResourceError(f"{rank} has left")

@@ -13,7 +13,7 @@ from phaseloom.common.transport import framing
 from phaseloom.common.transport.framing import Peer
 from phaseloom.worker.state.link import StateLink, ask
 
-LATER = ResourceError("no agent has come", remedy="come again")
+LATER = ResourceError("no agent has connected", remedy="connect again")
 NEVER = CallerError("unknown", code=Code.PERMISSION_DENIED, remedy="be somebody else")
 
 

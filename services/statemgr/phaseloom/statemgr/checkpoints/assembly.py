@@ -77,14 +77,16 @@ def _assemble(name: str, slices: list[tuple[int, TensorSlot]]) -> WholeTensor:
     for rank, slot in slices:
         same = (slot.role, slot.dtype, global_shape(slot)) == (first.role, first.dtype, shape)
         if not same or not is_sound(slot):
-            raise _contradiction(name, f"rank {rank} says otherwise of it than rank {slices[0][0]}")
+            raise _contradiction(
+                name, f"rank {rank} describes it differently from rank {slices[0][0]}"
+            )
         if math.prod(slot.shape):
             holders.setdefault(f"{slot.start} + {slot.shape}", (rank, slot))
     for _, slot in holders.values():
         uncovered = subtract(uncovered, Box(name, _start(slot), slot.shape))
     num_elements = sum(math.prod(slot.shape) for _, slot in holders.values())
     if num_elements != math.prod(shape):
-        raise _contradiction(name, "its slices do not make a whole")
+        raise _contradiction(name, "its slices do not cover the whole tensor")
     if uncovered:
         raise _contradiction(name, "its slices overlap")
     return WholeTensor(name, first.role, first.dtype, shape, list(holders.values()))

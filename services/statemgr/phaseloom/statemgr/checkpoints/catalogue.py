@@ -111,7 +111,9 @@ class Catalogue:
         try:
             num_bytes = self._checkpoints.remove(key, name, if_expired=if_expired)
         except OSError as error:
-            raise ResourceError(f"{name!r} of {key} stays: {error}") from error
+            raise ResourceError(
+                f"checkpoint {name!r} of {key} cannot be removed: {error}"
+            ) from error
         if num_bytes:
             outcome = "has expired" if if_expired else "is removed"
             log.info("checkpoint %r of %s %s: %d bytes", name, key, outcome, num_bytes)
@@ -124,13 +126,15 @@ class Catalogue:
         """
         key, keep, needed = rank.wpg.key, request.keep, set(request.needed)
         if keep < 1:
-            raise CallerError(f"{keep} are to stay", field="keep", remedy="keep one or more")
+            raise CallerError(
+                f"keep must be at least 1, got {keep}", field="keep", remedy="keep one or more"
+            )
         try:
             removed = self._checkpoints.prune(key, keep, needed)
         except OSError as error:
-            raise ResourceError(f"old checkpoints of {key} stay: {error}") from error
+            raise ResourceError(f"old checkpoints of {key} cannot be removed: {error}") from error
         if removed:
-            log.info("checkpoints of %s that nobody needs are gone: %s", key, ", ".join(removed))
+            log.info("removed old checkpoints of %s: %s", key, ", ".join(removed))
 
     def find_expired(self, _: FindExpired) -> ExpiredFound:
         expired = self._checkpoints.expired()
@@ -261,7 +265,7 @@ class Archives:
         """
         if len(self._open) >= MAX_OPEN:
             raise ResourceError(
-                f"{len(self._open)} archives are open",
+                f"too many archives are open: {len(self._open)}",
                 code=Code.RESOURCE_EXHAUSTED,
                 remedy=f"try again in {self._idle_s:.0f} s",
             )
@@ -291,7 +295,7 @@ class Archives:
             )
         if not 0 <= request.offset <= archive.num_bytes:
             raise CallerError(
-                f"{request.offset} is outside the archive",
+                f"offset must be from 0 to {archive.num_bytes}, got {request.offset}",
                 field="offset",
                 remedy=f"use 0 to {archive.num_bytes}",
             )

@@ -99,8 +99,8 @@ class NodeParts:
             path = next(place.glob(f"{_beginning(snapshot, rank)}.*.part"), None)
             if path is None:
                 raise CallerError(
-                    f"what the ranks from {rank} on have of checkpoint {snapshot.name!r} is not "
-                    "under this node's checkpoint root: their node has put it elsewhere",
+                    f"the part of checkpoint {snapshot.name!r} from ranks {rank} and up is not "
+                    "under this node's checkpoint root: their node wrote it elsewhere",
                     code=Code.FAILED_PRECONDITION,
                     remedy="give the state managers of all nodes of the deployment one "
                     "checkpoint_root, on a file system that they share",
@@ -194,7 +194,8 @@ class Exporter:
         key, operation = rank.wpg.key, request.operation
         if not 0 < len(operation) <= MAX_OPERATION_CHARS:
             raise CallerError(
-                f"an operation's id of {len(operation)} characters",
+                f"an operation's id must have 1 to {MAX_OPERATION_CHARS} characters, got "
+                f"{len(operation)}",
                 field="operation",
                 remedy=f"name it in at most {MAX_OPERATION_CHARS}",
             )
@@ -265,7 +266,7 @@ class Exporter:
         if snapshot is None or snapshot.name != request.name:
             raise ResourceError(
                 f"there is no snapshot of {key} for {request.name!r}: none was taken, or the agent "
-                "has gone since",
+                "has left since",
                 code=Code.ABORTED,
             )
         write = _Write(snapshot, self._background.event())

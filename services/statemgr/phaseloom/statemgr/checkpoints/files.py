@@ -283,7 +283,7 @@ def expiry_of(directory: Path) -> float | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        log.warning("%s is kept: when it expires cannot be read: %s", directory, error)
+        log.warning("%s is kept because its expiry cannot be read: %s", directory, error)
         return None
 
 

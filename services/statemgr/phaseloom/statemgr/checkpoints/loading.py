@@ -113,7 +113,7 @@ class Loader:
             return CheckpointRead(sha256, await self._fill(rank, saved))
         if rank.index:
             raise CallerError(
-                f"{rank} is not the leader, which alone loads", code=Code.PERMISSION_DENIED
+                f"only the leader loads checkpoints, not {rank}", code=Code.PERMISSION_DENIED
             )
         saved.check_fits(slot for member in wpg.ranks for slot in member.tensors)
         async with self.staging.room_for(wpg) as extents:
@@ -168,7 +168,7 @@ class Loader:
     async def _fill(self, rank: Rank, saved: SavedState) -> str:
         """Fill the extent of a rank that has no state yet. Returns: the digest of its memory."""
         if rank.wpg.seal_seq or rank.extent is None:
-            raise CallerError(f"{rank} awaits no initial state", code=Code.FAILED_PRECONDITION)
+            raise CallerError(f"{rank} expects no initial state", code=Code.FAILED_PRECONDITION)
         saved.check_fits(rank.tensors)
         memory = self.staging.view(rank.extent, rank.extent_bytes)
         (digest,) = await _filled(saved, {rank: memory})
@@ -311,7 +311,7 @@ class SavedState:
         all_slots = list(slots)
         if unsound := next((slot.name for slot in all_slots if not is_sound(slot)), None):
             raise CallerError(
-                f"{unsound}: its shape, place and size contradict one another",
+                f"{unsound}: its shape, position and size contradict each other",
                 code=Code.FAILED_PRECONDITION,
                 field=f"tensors[{unsound}]",
             )
@@ -421,10 +421,10 @@ class SavedState:
         tensors: dict[str, tuple[str, TensorEntry]] = {}
         for name in sorted(set(file_of.values())):
             if Path(name).name != name:
-                raise _data_loss(index, f"it names a file elsewhere: {name!r}")
+                raise _data_loss(index, f"it names a file in another directory: {name!r}")
             tensors |= {entry.name: (name, entry) for entry in self._entries(name)}
         if tensors.keys() != file_of.keys():
-            raise _data_loss(index, "it names other tensors than its files have")
+            raise _data_loss(index, "the tensors that it names are not those in its files")
         return tensors
 
     def _has(self, name: str) -> bool:
@@ -440,7 +440,7 @@ class SavedState:
         if self.marker is None:
             return None
         if name not in self.marker.files:
-            raise _data_loss(self._directory / name, f"{MARKER_FILE} does not name it")
+            raise _data_loss(self._directory / name, f"{MARKER_FILE} does not list it")
         return self.marker.files[name]
 
     def _small(self, path: Path) -> bytes:
@@ -500,7 +500,8 @@ def _check_same(
     names = sorted(actual.keys() | expected.keys())
     differing = [name for name in names if actual.get(name) != expected.get(name)]
     raise CallerError(
-        f"the checkpoint's {stem} is another: {len(differing)} tensors, first {differing[0]}",
+        f"the checkpoint's {stem} does not fit: {len(differing)} tensors differ, first "
+        f"{differing[0]}",
         code=Code.FAILED_PRECONDITION,
         field="args.name",
         remedy="load a checkpoint of the same architecture",

@@ -66,7 +66,7 @@ def decode_marker(text: bytes) -> Marker:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(str(error)) from None
     if not all(sums.is_whole for sums in marker.files.values()):
-        raise ValueError("it has not a checksum for each block")
+        raise ValueError("checksums of some blocks are missing")
     return marker
 
 

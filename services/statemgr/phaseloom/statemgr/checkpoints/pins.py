@@ -65,7 +65,11 @@ def pin(
             _link(directory, place / f"{number}-{digits}.{checkpoints.node}.draft", pinned, name)
             return Pin(pinned / name, is_new=True)
     except OSError as error:
-        log.warning("%s is loaded from where it is, and must stay: %s", directory, error)
+        log.warning(
+            "%s is loaded in place and must not be removed, because it cannot be linked: %s",
+            directory,
+            error,
+        )
         if not directory.is_dir():
             raise not_found(name) from error
         return Pin(directory, is_new=False)

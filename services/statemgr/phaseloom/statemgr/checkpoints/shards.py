@@ -115,7 +115,7 @@ def _contents(companions: ModelDirectory | None) -> Iterator[tuple[str, bytes]]:
     for file in companions.files:
         path = Path(companions.path) / file.name
         if path.name != file.name:
-            raise CallerError(f"{file.name!r} is no file's name", field="companions")
+            raise CallerError(f"{file.name!r} is not a plain file name", field="companions")
         try:
             content = path.read_bytes()
         except OSError as error:

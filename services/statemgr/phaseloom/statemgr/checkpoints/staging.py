@@ -166,7 +166,9 @@ class Staging:
                     for part, memory in zip(snapshot.parts, memories, strict=True):
                         checksums = await asyncio.to_thread(checksums_of, memory, stopped)
                         if stopped.is_set():
-                            raise ResourceError(f"{snapshot} is not written: this daemon stops")
+                            raise ResourceError(
+                                f"{snapshot} is not written because this daemon is stopping"
+                            )
                         part.checksums = checksums
             log.info("%s has its checksums", snapshot)
             ended.set_result(None)
@@ -212,6 +214,6 @@ def check(key: DeploymentKey, states: Sequence[StagedState]) -> None:
                     f"({names_within(state.tensors, start, end)}): the copy for a checkpoint has "
                     "changed in host memory since it was made",
                     code=Code.DATA_LOSS,
-                    remedy="save again; if it comes again, the node's memory fails",
+                    remedy="save again; if this happens again, check the node's memory",
                     details={"deployment": key, "rank": state.rank, "offset": start},
                 )

@@ -262,7 +262,7 @@ def _write_part(
     checking, moving = (_NUM_CHECKING, take), (DEPTH, put)
     blocks = b"".join(_in_two_steps(part.num_bytes, BLOCK_BYTES, checking, moving, cancelled))
     if part.digest and combine_checksums(blocks) != part.digest:
-        raise place.loss("the host copy is not what its digest says", 0, part.num_bytes)
+        raise place.loss("the host copy does not match its digest", 0, part.num_bytes)
     return blocks
 
 

@@ -91,7 +91,7 @@ class StateDirectory:
                 if path != self._path(header.kind, header.deployment, header.seq, header.part):
                     raise data_loss(str(path), "its header names another file")
             except PhaseloomError as error:
-                log.warning("left out: %s", error)
+                log.warning("ignoring a state file: %s", error)
                 continue
             yield path, header
 
@@ -103,7 +103,7 @@ class StateDirectory:
             if probe.is_dir():
                 shutil.rmtree(probe)
             else:
-                log.warning("left out: %s is no directory", probe)
+                log.warning("ignoring %s: it is not a directory", probe)
         # Safe here: no writer exists yet that could be about to use one.
         for depth in ("*/*/*", "*/*", "*"):
             for directory in self._root.glob(f"{depth}/"):
@@ -171,7 +171,7 @@ class StateDirectory:
             try:
                 self.remove(path)
             except OSError as error:
-                log.warning("%s stays: %s", path, error)
+                log.warning("%s cannot be removed: %s", path, error)
 
     def clear(self, key: DeploymentKey) -> None:
         """Remove every state file of a deployment, readable or not."""
@@ -239,7 +239,7 @@ def _is_file(path: Path) -> bool:
     """Whether the path is a plain file. Reading a pipe, for example, might never end."""
     if path.is_file():
         return True
-    log.warning("left out: %s is no file", path)
+    log.warning("ignoring %s: it is not a plain file", path)
     return False
 
 
@@ -269,7 +269,7 @@ def writing(
 def find_parts(path: Path) -> list[SectionRef]:
     """The parts of a state file, whose header is verified. Raises: ResourceError: DATA_LOSS."""
     if path.exists() and not path.is_file():
-        raise data_loss(str(path), "it is no file")
+        raise data_loss(str(path), "it is not a plain file")
     try:
         with path.open("rb") as file:
 

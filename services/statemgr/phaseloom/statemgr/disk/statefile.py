@@ -44,9 +44,9 @@ def encode_header(header: StateHeader) -> bytes:
     if len(payload) > MAX_HEADER_BYTES:
         raise ResourceError(
             f"the {header.kind} of {header.deployment} at {header.seq} needs a header of "
-            f"{len(payload)} bytes for its tensors, of {MAX_HEADER_BYTES}",
+            f"{len(payload)} bytes, more than {MAX_HEADER_BYTES}",
             code=Code.RESOURCE_EXHAUSTED,
-            remedy="have fewer tensors on one node, or shorter names",
+            remedy="put fewer tensors on one node, or shorten their names",
         )
     start = _PREFIX.pack(MAGIC, len(payload), xxhash.xxh3_128_digest(payload)) + payload
     return start + bytes(-len(start) % DATA_ALIGNMENT_BYTES)
@@ -77,13 +77,13 @@ def parts_in(read: Callable[[int, int], bytes], name: str) -> list[SectionRef]:
     """
     prefix = read(0, PREFIX_BYTES)
     if len(prefix) != PREFIX_BYTES or not prefix.startswith(MAGIC):
-        raise data_loss(name, "it does not begin as a state file does")
+        raise data_loss(name, "it is not a state file")
     _, length, checksum = _PREFIX.unpack(prefix)
     if length > MAX_HEADER_BYTES:
-        raise data_loss(name, f"its header claims {length} bytes")
+        raise data_loss(name, f"its header is too long: {length} bytes")
     payload = read(PREFIX_BYTES, length)
     if len(payload) != length:
-        raise data_loss(name, "its header is cut short")
+        raise data_loss(name, "its header is truncated")
     if xxhash.xxh3_128_digest(payload) != checksum:
         raise data_loss(name, "the checksum of its header does not match")
     try:
@@ -93,7 +93,7 @@ def parts_in(read: Callable[[int, int], bytes], name: str) -> list[SectionRef]:
     if not header.parts:
         raise data_loss(name, "it has no section")
     if header.with_blocks(header.block_bytes, [part.blocks for part in header.parts]) != header:
-        raise data_loss(name, "its digest is not that of its blocks")
+        raise data_loss(name, "its digest does not match its blocks' checksums")
     offsets = _offsets(header, PREFIX_BYTES + length)
     return [SectionRef(name, header, index, at) for index, at in enumerate(offsets)]
 
@@ -105,4 +105,4 @@ def check_blocks(place: SectionRef) -> None:
     """
     header, part = place.header, place.part
     if not part.has_checksums(header.block_bytes):
-        raise data_loss(place.file, f"section {place.index} has not a checksum for each block")
+        raise data_loss(place.file, f"section {place.index} lacks checksums of some blocks")

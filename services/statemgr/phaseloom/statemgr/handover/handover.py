@@ -82,7 +82,10 @@ class Handover:
         """
         if len(handles) != len(fds) or self._handles.keys() & set(handles):
             close_fds(fds)
-            raise CallerError(f"{len(fds)} descriptors for handles {handles}", field="handles")
+            raise CallerError(
+                f"expected one descriptor for each of the new handles {handles}, got {len(fds)}",
+                field="handles",
+            )
         self._handles.update(zip(handles, fds, strict=True))
 
     async def restore(self, agent: Peer[StateMessage]) -> str:
@@ -96,7 +99,7 @@ class Handover:
         try:
             index = [self._handles.pop(handle) for handle in INDEX_HANDLES]
         except KeyError:
-            return self._give_up(agent, "its agent keeps no index")
+            return self._give_up(agent, "its agent has no index")
         record = newest_record([os.pread(fd, os.fstat(fd).st_size, 0) for fd in index])
         try:
             manifest = decode_manifest(record[1] if record else b"")
@@ -132,7 +135,7 @@ class Handover:
         return manifest.endpoint
 
     def _give_up(self, agent: Peer[StateMessage], reason: str) -> str:
-        log.error("nothing can be taken over from the daemon before: %s", reason)
+        log.error("nothing can be taken over from the previous daemon: %s", reason)
         close_fds(self._handles.values())
         self._handles.clear()
         self.ledger.attach(agent)
@@ -154,7 +157,7 @@ class Handover:
         for rank, described in zip(wpg.ranks, entry.ranks, strict=True):
             if not self._restore_rank(rank, described):
                 self.records.residency.end_seal(wpg)
-                self._lose(wpg, "its memory is not what the index says")
+                self._lose(wpg, "its memory does not match the index")
                 return
 
     def _restore_rank(self, rank: Rank, entry: RankEntry) -> bool:
@@ -264,7 +267,7 @@ class Handover:
         # Only its policy can make it again, from the log; syncs of the version wait for that.
         policy = self.records.residency.find(entry.key.policy)
         if policy is not None and entry.digest and self.records.versions.find(entry.key) is None:
-            self._lose(policy, f"version {entry.key} is bad, and on no disk")
+            self._lose(policy, f"version {entry.key} is bad and not on disk")
 
     async def _is_version_kept(self, entry: VersionEntry) -> bool:
         if not self._take_extent(entry.extent, entry.num_bytes, f"version {entry.key}"):
@@ -304,11 +307,11 @@ class Handover:
         """
         rank = self.records.residency.known(message.token)
         if rank not in self._missing:
-            raise CallerError(f"{rank} is not awaited", code=Code.PERMISSION_DENIED, field="token")
+            raise CallerError(f"{rank} is not expected", code=Code.PERMISSION_DENIED, field="token")
         heap = (message.heap_bytes, message.host_bytes, message.tensors)
         if heap != (rank.heap_bytes, rank.host_bytes, rank.table.packed):
             self._lose(rank.wpg, "it came back with another heap")
-            raise CallerError(f"{rank} had another heap", code=Code.FAILED_PRECONDITION)
+            raise CallerError(f"{rank} came back with another heap", code=Code.FAILED_PRECONDITION)
         if rank.frozen:
             await self._resume_frozen(rank, message)
         elif not message.filled:
@@ -365,12 +368,12 @@ class Handover:
             return
         if rank.host_bytes:
             # The extent's memory was given back: the state that lives there alone is gone.
-            self._lose(rank.wpg, "a part of its state was in memory that is given back")
-            raise ResourceError(f"the host memory of {rank} is gone", code=Code.DATA_LOSS)
+            self._lose(rank.wpg, "part of its state was in memory that was given back")
+            raise ResourceError(f"the host memory of {rank} was given back", code=Code.DATA_LOSS)
         try:
             self.memory.occupy(copy.extent, f"the host copy of {rank.owner}")
         except ResourceError:
-            self._lose(rank.wpg, "there is no memory for its host copy any more")
+            self._lose(rank.wpg, "there is no memory left for its host copy")
             raise
 
     async def _find_tier(self, rank: Rank, digest: str) -> None:
@@ -422,6 +425,6 @@ class Handover:
         return [rank for rank in self._missing if rank.state is not State.LOST]
 
     def _lose(self, wpg: Wpg, reason: str) -> None:
-        log.error("%s is lost with the daemon before: %s", wpg, reason)
+        log.error("%s is lost with the previous daemon: %s", wpg, reason)
         self._lost.append(wpg.key)
         self.ranks.retire(wpg, reason)

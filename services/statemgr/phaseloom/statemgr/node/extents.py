@@ -166,7 +166,7 @@ class HostMemory:
             extent = Extent(num_bytes, f"phaseloom: {label}", may_freeze=may_freeze)
         except OSError as error:
             raise ResourceError(
-                f"{num_bytes} bytes of host memory for {label} cannot be had: {error.strerror}",
+                f"{num_bytes} bytes of host memory for {label} are not available: {error.strerror}",
                 code=Code.RESOURCE_EXHAUSTED,
                 remedy="lower the node's host memory budget, or free memory on its machine",
             ) from error
@@ -203,7 +203,7 @@ class HostMemory:
         size = 0 if is_vacated else rounded(num_bytes)
         if self.used_bytes + size > self.budget_bytes:
             raise ResourceError(
-                f"extent {extent} of {size} bytes: {self.used_bytes} of {self.budget_bytes} are "
+                f"extent {extent} needs {size} bytes: {self.used_bytes} of {self.budget_bytes} are "
                 f"in use",
                 code=Code.RESOURCE_EXHAUSTED,
             )

@@ -84,7 +84,8 @@ class Ledger:
             await asyncio.wait_for(self.settled.wait(), timeout_s)
         except TimeoutError:
             raise ResourceError(
-                f"{self.node} does not know yet what it holds", remedy="retry, or ask another node"
+                f"{self.node} is still taking over the state of its previous daemon",
+                remedy="retry, or ask another node",
             ) from None
 
     # --- what the agent keeps ---
@@ -158,7 +159,7 @@ class Ledger:
                     await agent.call(message, [handles[handle] for handle in batch])
             except (PhaseloomError, TimeoutError) as error:
                 if not agent.closed.done():
-                    log.error("the agent does not keep handles and is cut off: %s", error)
+                    log.error("cutting the agent off because it does not keep handles: %s", error)
                     agent.cut("it does not keep handles")
                 self.detach(agent)
                 return
@@ -178,7 +179,7 @@ class Ledger:
                 offset += os.pwrite(fd, record[offset:], offset)
         except OSError as error:
             # The older record stands. The next daemon verifies its claims.
-            log.error("the index cannot be brought up to date: %s", error)
+            log.error("the manifest cannot be updated: %s", error)
             return
         self._generation += 1
         self._written = payload

@@ -124,7 +124,7 @@ class Ranks:
         try:
             answer = await self._call(rank, Unmap(), _UNMAP_TIMEOUT_S)
         except PhaseloomError as error:
-            log.warning("%s does not unmap host memory: %r", rank, error)
+            log.warning("%s did not unmap host memory: %r", rank, error)
             return None
         return answer.versions if isinstance(answer, StillMapped) else None
 

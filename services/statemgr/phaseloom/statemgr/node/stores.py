@@ -217,7 +217,7 @@ class DeviceCopies:
         budget = self._residency.device_budget_bytes[rank.device]
         room = budget - self._residency.device_used_bytes(rank.device)
         if num_bytes > room:
-            log.info("version %s has no room on device %d beside its policy", key, rank.device)
+            log.info("version %s does not fit on device %d next to its policy", key, rank.device)
             close_fds(fds)
             return False
         self._drop_oldest(rank.device, until_bytes=room - num_bytes)

@@ -45,13 +45,15 @@ def bases_of(configured: Mapping[str, list[str]], section: str = "") -> dict[str
             field = f"{section}frozen_bases.{name}"
             if not _HASH.fullmatch(hash_):
                 raise CallerError(
-                    f"{hash_!r} is no BLAKE3 in hex",
+                    f"{hash_!r} is not a BLAKE3 in hex",
                     field=field,
-                    remedy="take the hash that `phaseloom state --json` shows of the shared copy",
+                    remedy="use the hash that `phaseloom state --json` shows for the shared copy",
                 )
             if names.setdefault(hash_, name) != name:
                 raise CallerError(
-                    f"{hash_} is {names[hash_]!r} already", field=field, remedy="give it one name"
+                    f"{hash_} is already named {names[hash_]!r}",
+                    field=field,
+                    remedy="give it one name",
                 )
     return names
 

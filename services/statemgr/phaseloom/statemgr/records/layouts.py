@@ -62,14 +62,18 @@ def check_layout(tensors: TensorTable | list[TensorSlot], num_bytes: int) -> Non
     for slot in sorted(tensors, key=_OFFSET):
         if slot.num_bytes < 0 or slot.offset < end:
             raise CallerError(
-                f"at {slot.offset}, {slot.num_bytes} bytes: overlaps what ends at {end}",
+                f"{slot.num_bytes} bytes at {slot.offset} overlap a tensor that ends at {end}",
                 field=_where(slot),
             )
         if slot.offset % ALIGNMENT_BYTES:
-            raise CallerError(f"offset {slot.offset} is no multiple of 64", field=_where(slot))
+            raise CallerError(
+                f"offset must be a multiple of 64, got {slot.offset}", field=_where(slot)
+            )
         end = slot.offset + slot.num_bytes
         if end > num_bytes:
-            raise CallerError(f"ends at {end}, beyond {num_bytes} bytes", field=_where(slot))
+            raise CallerError(
+                f"must end within {num_bytes} bytes, ends at {end}", field=_where(slot)
+            )
 
 
 def _where(slot: TensorSlot) -> str:

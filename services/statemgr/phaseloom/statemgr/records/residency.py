@@ -79,14 +79,15 @@ class Residency:
         check_key(key)
         if not devices or len(tokens) != len(devices):
             raise CallerError(
-                f"{len(devices)} devices for {len(tokens)} ranks",
+                f"expected one device for each of {len(tokens)} ranks, got {len(devices)}",
                 field="devices",
                 remedy="name one device and one token for each rank",
             )
         for device in devices:
             if not 0 <= device < len(self.device_budget_bytes):
                 raise CallerError(
-                    f"device {device} of {len(self.device_budget_bytes)}", field="devices"
+                    f"device must be below {len(self.device_budget_bytes)}, got {device}",
+                    field="devices",
                 )
         if incarnation < self._fences.get(key, 0):
             raise _fenced(key, incarnation, self._fences[key])
@@ -102,7 +103,7 @@ class Residency:
         if len(set(tokens)) != len(tokens) or any(
             not token or token in self._tokens for token in tokens
         ):
-            raise CallerError("empty, or in use", field="tokens", remedy="draw fresh ones")
+            raise CallerError("a token is empty or in use", field="tokens", remedy="use new tokens")
         replaced = self._remove(previous) if previous is not None else None
         wpg = Wpg(key, incarnation, request.seal_seq, rank_offset=request.rank_offset)
         wpg.num_ranks = request.num_ranks or len(devices)
@@ -121,7 +122,7 @@ class Residency:
         rank = self._tokens.get(token)
         if rank is None or rank.state is not State.AWAITING:
             raise CallerError(
-                "the token names no deployment that awaits a rank",
+                "the token belongs to no rank that is expected",
                 code=Code.PERMISSION_DENIED,
                 field="token",
             )
@@ -241,7 +242,7 @@ class Residency:
         rank = self._tokens.get(token)
         if rank is None:
             raise CallerError(
-                "the token names no deployment", code=Code.PERMISSION_DENIED, field="token"
+                "the token belongs to no rank here", code=Code.PERMISSION_DENIED, field="token"
             )
         return rank
 
@@ -285,10 +286,12 @@ class Residency:
             if (num_bytes := getattr(request, field)) < 0:
                 raise CallerError(f"{num_bytes} bytes", field=field, remedy="use zero or more")
         if not _MODEL.fullmatch(request.model):
-            raise CallerError("no BLAKE3 in hex", field="model", remedy="give 64 digits, or none")
+            raise CallerError(
+                "not a BLAKE3 in hex", field="model", remedy="use 64 digits, or leave it empty"
+            )
         if request.frozen and request.host_bytes:
             raise CallerError(
-                "a frozen heap has no state in host memory alone",
+                "a frozen heap cannot have host-only state",
                 field="host_bytes",
                 remedy="use 0",
             )
@@ -403,7 +406,9 @@ class Residency:
         """
         prepared = rank.wpg.prepared
         if prepared is not None:
-            raise InternalError(f"copy of {rank} over the seal prepared at {prepared.seq}")
+            raise InternalError(
+                f"copying {rank} would overwrite the seal prepared at {prepared.seq}"
+            )
         if release:
             self.step(rank, Step.OFFLOAD_BEGUN)
         else:
@@ -483,7 +488,7 @@ class Residency:
         """
         if wpg.prepared is None or wpg.prepared.seq != seq or wpg.prepared.is_writing:
             raise CallerError(
-                f"no copy of {wpg} at {seq} is prepared",
+                f"no seal of {wpg} is prepared at {seq}",
                 code=Code.FAILED_PRECONDITION,
                 field="seq",
                 remedy="send PrepareSeal first",
@@ -578,7 +583,7 @@ class Residency:
     def _enter_epoch(self, wpg: Wpg, epoch: int) -> None:
         if epoch < wpg.epoch:
             raise ResourceError(
-                f"epoch {epoch} of {wpg} is stale: {wpg.epoch} was seen", code=Code.ABORTED
+                f"epoch {epoch} of {wpg} is stale: the newest is {wpg.epoch}", code=Code.ABORTED
             )
         wpg.epoch = epoch
 
@@ -596,8 +601,8 @@ class Residency:
                 f"{wpg} needs {needed_bytes} bytes of device {device}: {used_bytes} of {budget} "
                 f"are in use",
                 code=Code.RESOURCE_EXHAUSTED,
-                remedy="raise `devices` of the node (of `phaseloom up`: in its mesh file), or need "
-                "less there: an adapter, optimizer_on HOST, a layout of more ranks",
+                remedy="raise `devices` of the node (for `phaseloom up`: in the mesh file), or use "
+                "less device memory: an adapter, optimizer_on HOST, more ranks",
                 details=exhausted(needed_bytes, used_bytes, budget),
             )
 

@@ -65,8 +65,8 @@ def section_of(rank: Rank, first: SectionRef) -> Section:
     if not header.is_of(wpg.rank_offset, wpg.num_ranks):
         raise data_loss(
             file,
-            f"it holds ranks from {header.rank_offset} on, of {header.num_ranks}; here are those "
-            f"from {wpg.rank_offset} on, of {wpg.num_ranks}",
+            f"it has ranks {header.rank_offset} and up of {header.num_ranks}; this node has ranks "
+            f"{wpg.rank_offset} and up of {wpg.num_ranks}",
         )
     num_ranks, heap_bytes, tensors = len(wpg.ranks), rank.extent_bytes, rank.tensors
     parts = header.parts
@@ -75,7 +75,7 @@ def section_of(rank: Rank, first: SectionRef) -> Section:
         return part
     sealed_bytes = [part.num_bytes for part in parts]
     raise CallerError(
-        f"{file} holds another layout: {len(parts)} ranks with heaps of {sealed_bytes} bytes; "
+        f"{file} has another layout: {len(parts)} ranks with heaps of {sealed_bytes} bytes; "
         f"this is rank {rank.index} of {num_ranks} with a heap of {heap_bytes} bytes and "
         f"{len(tensors)} tensors",
         code=Code.FAILED_PRECONDITION,

@@ -104,7 +104,7 @@ class Versions:
         Raises: CallerError: ALREADY_EXISTS: the version is here already.
         """
         if key in self._versions:
-            raise CallerError(f"version {key} is here already", code=Code.ALREADY_EXISTS)
+            raise CallerError(f"version {key} is already here", code=Code.ALREADY_EXISTS)
         version = Version(key, num_bytes, table, extent=extent, incarnation=incarnation)
         self._versions[key] = version
         return version

@@ -96,7 +96,7 @@ class RemoteFile:
         except BaseException:
             draft.abandon()
             raise
-        log.info("%s came: %d bytes", self.name, num_bytes)
+        log.info("fetched %s: %d bytes", self.name, num_bytes)
         return header
 
     async def _fetch_blocks(self, draft: Draft, header: StateHeader) -> int:
@@ -192,9 +192,9 @@ def _check(name: FileName, ranks: tuple[int, int], header: StateHeader) -> None:
     is_blocked = bool(header.parts) and header.block_bytes == BLOCK_BYTES
     has_checksums = is_blocked and all(part.has_checksums(BLOCK_BYTES) for part in header.parts)
     if not header.is_of(*ranks):
-        raise ResourceError(f"its {name} is of other ranks", code=Code.DATA_LOSS)
+        raise ResourceError(f"its {name} has other ranks", code=Code.DATA_LOSS)
     if not (is_meant and has_checksums):
-        raise ResourceError(f"it sent something else than {name}", code=Code.DATA_LOSS)
+        raise ResourceError(f"it sent another file instead of {name}", code=Code.DATA_LOSS)
 
 
 def _fetch_error(name: FileName, errors: list[PhaseloomError]) -> ResourceError:
@@ -203,7 +203,7 @@ def _fetch_error(name: FileName, errors: list[PhaseloomError]) -> ResourceError:
     return ResourceError(
         f"{name} could not be fetched: {reasons}",
         code=Code.DATA_LOSS if is_lost else Code.UNAVAILABLE,
-        remedy="start the nodes again that have it",
+        remedy="restart the nodes that have it",
     )
 
 
@@ -279,7 +279,7 @@ class _Block(NamedTuple):
         return self.place.block_size(self.number)
 
     def of(self, box: Box) -> _Block:
-        raise CallerError("blocks of a file are not split", field="boxes")
+        raise CallerError("blocks of a file cannot be split", field="boxes")
 
     def read(self) -> list[memoryview]:
         return [self.file.read(self)]
@@ -300,7 +300,7 @@ def path_of(directory: StateDirectory, name: FileName) -> Path:
             return directory.seal(name.deployment, name.seq)
         case "version":
             return directory.version(VersionKey(name.deployment, name.seq, name.part))
-    raise CallerError(f"there are no files of kind {name.kind!r}", field="name.kind")
+    raise CallerError(f"unknown kind of file: {name.kind!r}", field="name.kind")
 
 
 @dataclass
@@ -331,7 +331,7 @@ class Replicator:
             try:
                 await self.weights.get(request.holds, request.sources)
             except PhaseloomError as error:
-                log.info("version %s is not fetched ahead: %s", request.holds.version, error)
+                log.info("version %s could not be prefetched: %s", request.holds.version, error)
 
     def _mark_kept(self, request: FetchState) -> None:
         """Keep versions that ranks here have fetched, like the files that are fetched now."""
@@ -414,7 +414,7 @@ class Replicator:
 
     async def _fetch_file(self, name: FileName, request: FetchState) -> None:
         if request.ticket is None or not request.sources:
-            raise CallerError(f"nobody is known to have {name}", field="sources")
+            raise CallerError(f"no source of {name} is known", field="sources")
         remote = RemoteFile(name, request.ticket, request.sources, self.home)
         ranks = (request.rank_offset, request.num_ranks)
         header = await remote.fetch(self.directory, ranks=ranks)
@@ -505,7 +505,7 @@ class Replicator:
 
     async def _request_replica(self, endpoint: str, request: WriteSeal) -> None:
         if request.ticket is None:
-            raise CallerError("replicas without a ticket", field="ticket")
+            raise CallerError("replicas need a ticket", field="ticket")
         wpg = self.records.residency.current(request.deployment, request.incarnation)
         message = KeepFiles(
             request.deployment,
@@ -521,4 +521,6 @@ class Replicator:
 
 
 def _forgotten_error(name: FileName) -> ResourceError:
-    return ResourceError(f"{name} is not kept: {name.deployment} was forgotten", code=Code.ABORTED)
+    return ResourceError(
+        f"{name} is not kept because {name.deployment} has ended", code=Code.ABORTED
+    )

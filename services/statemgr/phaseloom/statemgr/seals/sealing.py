@@ -124,7 +124,9 @@ class Sealer:
                 current = self.records.residency.find(wpg.key)
                 if current not in {None, wpg}:
                     # An older incarnation must not replace a newer one's seal.
-                    raise ResourceError(f"{wpg} is over: {current} has come", code=Code.ABORTED)
+                    raise ResourceError(
+                        f"{wpg} is over: {current} has replaced it", code=Code.ABORTED
+                    )
                 sealed = await write(wpg, request.seq)
         finally:
             self.records.residency.end_seal(wpg)
@@ -162,7 +164,7 @@ class Sealer:
         """Give up prepared seals that are not being written, because the agent that would request
         the write has left."""
         for wpg in self.records.residency.unwritten_seals():
-            log.info("the seal of %s will not be written: its agent is gone", wpg)
+            log.info("the seal of %s will not be written because its agent has left", wpg)
             self.records.residency.end_seal(wpg)
             self.ranks.settle(wpg)
 
@@ -228,7 +230,7 @@ class Sealer:
             try:
                 await asyncio.to_thread(self.copies.directory.remove, path)
             except OSError as error:
-                log.warning("the old seal %s stays: %s", path, error)
+                log.warning("the old seal %s cannot be removed: %s", path, error)
 
     def _find(self, wpg: Wpg, seq: int) -> Sealed | None:
         """The seal at `seq` if this incarnation wrote it or started from it. The seal of another

@@ -75,9 +75,13 @@ class RankMemory:
         if rank.frozen and rank.copy is not None and rank.digest == request.digest:
             return  # the rank asks again after a kill of the daemon
         if rank.state is not State.FILLING or rank.wpg.seal_seq or rank.extent is None:
-            raise CallerError(f"{rank} awaits no initial state", code=Code.FAILED_PRECONDITION)
+            raise CallerError(f"{rank} expects no initial state", code=Code.FAILED_PRECONDITION)
         if request.applied < 0:
-            raise CallerError(f"seq {request.applied}", field="applied", remedy="use zero or more")
+            raise CallerError(
+                f"seq must not be negative, got {request.applied}",
+                field="applied",
+                remedy="use zero or more",
+            )
         extent = self.memory[rank.extent]
         memory = (extent.readable if rank.frozen else extent.view)(rank.extent_bytes)
         if not await has_digest(memory, request.digest):
@@ -106,7 +110,7 @@ class RankMemory:
                 rank.wpg.check_alive()
                 loan = Loan(extent, request.num_bytes, is_host_copy=False)
                 if rank.loans.setdefault(request.loan, loan) is not loan:
-                    raise CallerError(f"{rank} asks twice at once", field="loan")
+                    raise CallerError(f"{rank} sent the same request twice at once", field="loan")
         loan = rank.loans[request.loan]
         memory = self.memory[loan.extent]
         fd = memory.read_only_fd if loan.is_host_copy else memory.fd

@@ -79,7 +79,7 @@ class FrozenCopies:
         extent = await self.reserve(rank.extent_bytes, label)
         if rank.state is State.LOST or rank.new_extent is not None:
             self.memory.free(extent)
-            raise ResourceError(f"{rank} was lost, or asked twice", code=Code.ABORTED)
+            raise ResourceError(f"{rank} was lost, or sent the request twice", code=Code.ABORTED)
         rank.new_extent = extent
         return extent
 
@@ -117,7 +117,7 @@ class FrozenCopies:
             if copied.changed:
                 return await self._copied_out(rank, release=release)
             if (copied.applied, copied.digest) != (rank.applied, rank.digest):
-                raise self.ranks.broken_protocol(rank, "it took its host copy for another one")
+                raise self.ranks.broken_protocol(rank, "it reported another host copy")
             self.drop_copy(rank)
             return copied
         finally:
@@ -130,7 +130,7 @@ class FrozenCopies:
             if not copied.digest:
                 raise self.ranks.broken_protocol(rank, "it copied out without a digest")
             if rank.state is State.LOST:
-                raise ResourceError(f"{rank} was lost as it had copied out")
+                raise ResourceError(f"{rank} was lost after it copied out")
         except PhaseloomError:
             self.drop_copy(rank)
             raise
@@ -159,7 +159,11 @@ class FrozenCopies:
         """
         check_reader(rank.wpg, key, None)
         if applied < 0:
-            raise CallerError(f"seq {applied}", field="applied", remedy="use zero or more")
+            raise CallerError(
+                f"seq must not be negative, got {applied}",
+                field="applied",
+                remedy="use zero or more",
+            )
         if rank.state is State.RESIDENT and rank.frozen and not key.part:
             rank.held_version = (key, applied)
             self._take_held_version(rank)
@@ -212,7 +216,7 @@ class Sharing:
         A copy that is demoted meanwhile is queued again when it is promoted.
         """
         if not await self._freeze(copy):
-            log.warning("%s is mapped by somebody still: it is not shared", copy)
+            log.warning("%s is still mapped writable by a process, so it is not shared", copy)
             return
         if not copy.hash:
             await self._take_hash(copy)
@@ -238,7 +242,7 @@ class Sharing:
             hash_ = await asyncio.to_thread(_hash, memory, self.background.stopped)
             # The digest comes from a rank, so it is verified before other ranks depend on the copy.
             if hash_ and not await has_digest(memory, copy.digest):
-                self.ranks.lose(copy, "its host copy is not what its digest says")
+                self.ranks.lose(copy, "its host copy does not match its digest")
             else:
                 copy.hash = hash_
 
@@ -261,7 +265,7 @@ class Sharing:
             # does not answer keeps that memory until it loads again or ends.
             for rank in moved:
                 await self.ranks.unmap(rank)
-            log.info("%s is the same as %s: held once", merged, keeper)
+            log.info("%s is equal to %s: merged", merged, keeper)
             copy = keeper
             self.ledger.announce()
 

@@ -87,7 +87,7 @@ class Switcher:
             ended = time.monotonic()
             await self._load(load, trace, loaded)
         except PhaseloomError as error:
-            log.warning("switch of %s failed, undoing it: %s", wpg, error)
+            log.warning("undoing the switch of %s, which failed: %s", wpg, error)
             await self._undo(offloaded, loaded, trace)
             raise
         finally:
@@ -150,7 +150,7 @@ class Switcher:
             copied = await self.ranks.order(rank, CopyIn(digest), self.frozen.source_of(rank))
             if copied.digest != digest:
                 # The rank has loaded other bytes without noticing.
-                self.ranks.retire(rank.wpg, "it loaded other bytes than it was told to")
+                self.ranks.retire(rank.wpg, "it loaded other bytes than ordered")
                 raise ResourceError(f"{rank} loaded a wrong copy", code=Code.DATA_LOSS)
         except PhaseloomError as error:
             if error.info.code is Code.DATA_LOSS:

@@ -323,7 +323,7 @@ class Tiering:
     def _check_needed(self, copy: HostCopy) -> None:
         """Raises: ResourceError: nobody needs the copy any longer."""
         if not self.copies.records.is_known(copy):
-            raise ResourceError(f"{copy} is not needed any more")
+            raise ResourceError(f"{copy} is no longer needed")
 
     @contextmanager
     def _failing(self, copy: HostCopy, back: Step, reason: str) -> Iterator[None]:
@@ -349,7 +349,7 @@ class Tiering:
         """
         (place,) = find_parts(self.copies.file_of(copy))
         if place.part.digest != copy.digest:
-            raise data_loss(place.file, f"it does not hold the newest state of {copy}")
+            raise data_loss(place.file, f"it does not have the newest state of {copy}")
         try:
             self.copies.directory.read(place, extent.view(copy.num_bytes), cancelled)
         except ResourceError as error:
@@ -420,8 +420,8 @@ class VersionMoves:
         try:
             await self._until_unmapped(version)
             if not version.is_ahead:
-                raise ResourceError(f"version {version.key} is asked for by now")
-            log.info("%s was fetched ahead, and is dropped: host memory is short", version)
+                raise ResourceError(f"version {version.key} is now needed")
+            log.info("dropping %s, which was prefetched, because host memory is short", version)
             self.versions.drop(version)
             await self.ledger.until(lambda: not version.users)
         finally:
@@ -443,7 +443,7 @@ class VersionMoves:
             raise ResourceError(f"version {version.key} is being read")
         async with self.ledger.change():
             self.versions.leave_memory(version)
-        log.info("version %s is on disk only: host memory is short", version.key)
+        log.info("version %s is now on disk only, because host memory is short", version.key)
 
     async def persist(self, version: Version) -> None:
         """Write a version to disk, unless it is there already."""

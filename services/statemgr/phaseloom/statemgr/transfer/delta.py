@@ -99,16 +99,16 @@ def apply(base: memoryview, delta: memoryview) -> memoryview:
     limit_bytes = 2 * num_blocks + _ELEMENT_BYTES * num_elements + num_tail
     body, tail = _inflated(delta, limit_bytes)
     if len(body) < 2 * num_blocks:
-        raise DeltaError(f"a delta of {len(body)} bytes for {num_blocks} blocks")
+        raise DeltaError(f"a delta of {num_blocks} blocks needs more than {len(body)} bytes")
     counts = np.frombuffer(body, "<u2", num_blocks)
     total = int(counts.sum())
     if len(body) != 2 * num_blocks + _ELEMENT_BYTES * total + num_tail or len(tail) != total:
-        raise DeltaError(f"{total} changed elements, and {len(tail)} places")
+        raise DeltaError(f"{total} changed elements, but {len(tail)} positions")
     offsets = np.frombuffer(tail, np.uint8)
     xors = np.frombuffer(body, "<u2", total, 2 * num_blocks)
     changed = np.repeat(np.arange(num_blocks) * _BLOCK, counts) + offsets
     if total and changed.max() >= num_elements:
-        raise DeltaError(f"element {changed.max()} of {num_elements}")
+        raise DeltaError(f"changed element {changed.max()} is beyond the last of {num_elements}")
     content = bytearray(base)
     elements = _elements(memoryview(content))
     elements[changed] ^= xors
@@ -140,5 +140,5 @@ def _inflated(delta: memoryview, limit_bytes: int) -> tuple[bytes, bytes]:
     except zlib.error as error:
         raise DeltaError(str(error)) from error
     if not inflating.eof or len(body) > limit_bytes:
-        raise DeltaError(f"it inflates to something else than {limit_bytes} bytes at most")
+        raise DeltaError(f"it does not inflate to at most {limit_bytes} bytes")
     return body, inflating.unused_data

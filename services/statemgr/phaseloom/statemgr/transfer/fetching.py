@@ -165,7 +165,7 @@ class Memory:
         Raises:  DeltaError.
         """
         if self.base is None:
-            raise DeltaError("the base is given up")
+            raise DeltaError("the base was given up")
         content = apply(joined([self.base[span] for span in batch.spans]), delta)
         batch.put(memory, content)
         return xxhash.xxh3_128_hexdigest(content)
@@ -287,7 +287,7 @@ class Fetch:
         except ResourceError as error:
             if error.info.code is not Code.DATA_LOSS:
                 raise
-            log.warning("%s; once more", error)
+            log.warning("%s; fetching it again", error)
             self.sink.base = None
             for batch in batches:
                 self.incoming.forget(batch)
@@ -313,7 +313,7 @@ class Fetch:
         expected = self.incoming.digests.setdefault(part, digest)
         if expected != digest:
             raise CallerError(
-                f"{self.label} is another at {source_name}: "
+                f"{self.label} differs at {source_name}: "
                 f"part {part or 'all'} has digest {digest}, not {expected}",
                 code=Code.FAILED_PRECONDITION,
                 field="sources",
@@ -423,7 +423,9 @@ class Fetch:
             await self._receive(stream, batch, reply.digest, reply.delta_bytes)
         except DeltaError as error:
             # The base is bad, here or at the source, so request no more deltas from anybody.
-            log.warning("%s from %s: %s; it comes whole", self.label, source.endpoint, error)
+            log.warning(
+                "%s from %s: %s; requesting no more deltas", self.label, source.endpoint, error
+            )
             self.sink.base = None
             self._requeue(batch)
             return
@@ -445,7 +447,7 @@ class Fetch:
         Raises:  ConnectionError, CallerError: the answer does not fit the batch.
         """
         if not 1 <= assigned.num_boxes <= len(batch.pieces):
-            raise ConnectionError(f"it tells of {assigned.num_boxes} boxes")
+            raise ConnectionError(f"it answered {assigned.num_boxes} boxes, more than requested")
         answered = Batch(batch.part, batch.pieces[: assigned.num_boxes])
         local, *shares = answered.split(
             [assigned.own_boxes, *(share.boxes for share in assigned.peer_boxes)]
@@ -472,7 +474,7 @@ class Fetch:
             if is_asked and isinstance(error, ResourceError):
                 self._failure = error
             else:
-                log.warning("%s confirms nothing any more: %s", source.endpoint, error)
+                log.warning("%s could not confirm what it sent: %s", source.endpoint, error)
         finally:
             if opened is not None:
                 opened.close()
@@ -535,13 +537,13 @@ class Fetch:
                 async with asyncio.timeout(PEER_TIMEOUTS * self.home.timeout_s):
                     reply = await self._call(stream, give, wire.Given)
                 if reply.assigned is not None:
-                    raise ConnectionError("it assigns what is not its own")
+                    raise ConnectionError("a peer may not assign boxes")
                 await self._receive(stream, batch, digest)
                 shares.popleft()
                 self.relayed_bytes += batch.num_bytes
                 self._record_arrival(batch)
         except _FAILURES as error:
-            log.warning("%s by way of %s: %r", self.label, peer, error)
+            log.warning("%s from peer %s: %r", self.label, peer, error)
             self._failed_peers.add(peer)
             del self._peer_shares[peer]
             for batch, _ in shares:
@@ -578,7 +580,7 @@ class Fetch:
         if await self.sink.receive(stream, batch, timeout_s, delta_bytes) == expected:
             return
         if delta_bytes:
-            raise DeltaError("a delta makes other bytes")
+            raise DeltaError("a delta produced other bytes")
         raise ResourceError("bytes do not match their checksum", code=Code.DATA_LOSS)
 
     def _record_arrival(self, batch: Batch) -> None:
@@ -642,7 +644,7 @@ async def call(
         if isinstance(reply, answer):
             return reply
         if not isinstance(reply, wire.Waiting):
-            raise ConnectionError(f"it answered {type(reply).__name__}")
+            raise ConnectionError(f"unexpected reply: {type(reply).__name__}")
 
 
 async def call_once(endpoint: str, message: wire.First, answer: type[T], home: Home) -> T:

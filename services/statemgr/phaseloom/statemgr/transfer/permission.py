@@ -81,7 +81,7 @@ def check_reader(wpg: Wpg, version: VersionKey, ticket: Ticket | None) -> None:
     """
     if version.policy.tenant != wpg.key.tenant:
         raise CallerError(
-            f"{wpg} cannot read version {version} of another tenant",
+            f"{wpg} may not read version {version} of another tenant",
             code=Code.PERMISSION_DENIED,
             field="version",
         )

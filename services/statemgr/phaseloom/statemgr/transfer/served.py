@@ -116,7 +116,7 @@ class OpenParts(dict[str, OpenPart]):
     def find(self, part: str, box: Box) -> MemoryBox:
         open_part = self.get(part)
         if open_part is None:
-            raise CallerError(f"part {part!r} was not asked for", field="part")
+            raise CallerError(f"part {part!r} is not open on this stream", field="part")
         return open_part.find(box)
 
     async def until_arrived(self, part: str, boxes: Sequence[Box]) -> None:
@@ -178,7 +178,7 @@ class Incoming:
         """Wait for a box of a slice. Raises: ResourceError: it will not arrive."""
         while any(overlap(missing, box) for missing in self._missing.get(slice_.offset, ())):
             if self._is_given_up:
-                raise ResourceError(f"{box} did not come here", code=Code.UNAVAILABLE)
+                raise ResourceError(f"{box} will not arrive here", code=Code.UNAVAILABLE)
             await self._changed.wait()
 
     def _announce(self) -> None:

@@ -111,7 +111,9 @@ class Batch:
         Raises: CallerError: there are too few or too many bytes.
         """
         if len(content) != self.num_bytes:
-            raise CallerError(f"{len(content)} bytes, not {self.num_bytes}", field="slices")
+            raise CallerError(
+                f"expected {self.num_bytes} bytes, got {len(content)}", field="slices"
+            )
         at = 0
         for span in self.spans:
             length = span.stop - span.start
@@ -129,12 +131,12 @@ class Batch:
             pieces = []
             for number, box in fragments:
                 if not (0 <= number < len(missing) and contains(self.pieces[number].box, box)):
-                    raise CallerError(f"{box} of box {number}, which it is not", field="boxes")
+                    raise CallerError(f"{box} is not inside box {number}", field="boxes")
                 missing[number] = subtract(missing[number], box)
                 pieces.append(Piece(self.pieces[number].slice, box))
             split_batches.append(Batch(self.part, pieces))
         if any(missing) or sum(share.num_bytes for share in split_batches) != self.num_bytes:
-            raise CallerError("the shares are not what was asked for", field="boxes")
+            raise CallerError("the shares do not add up to the request", field="boxes")
         return split_batches
 
 
@@ -155,7 +157,7 @@ def slots_of(slices: Sequence[Slice], num_bytes: int) -> list[TensorSlot]:
             or min([0, *slice_.start]) < 0
             or min([1, *slice_.size]) < 1
         ):
-            raise CallerError(f"{slice_.start} + {slice_.size} is no box", field=field)
+            raise CallerError(f"{slice_.start} + {slice_.size} is not a box", field=field)
         if math.prod(slice_.size) * item_bytes(slice_.dtype) != slice_.num_bytes:
             raise CallerError(
                 f"{slice_.dtype} {slice_.size} is not {slice_.num_bytes} bytes", field=field
@@ -365,7 +367,7 @@ def bytes_of(tensor: TensorSlot, box: Box) -> int:
         )
     num_bytes = math.prod(box.size) * item_bytes(tensor.dtype)
     if num_bytes > MAX_BATCH_BYTES:
-        raise CallerError(f"{box} is more than {MAX_BATCH_BYTES} bytes", field="boxes")
+        raise CallerError(f"{box} is larger than {MAX_BATCH_BYTES} bytes", field="boxes")
     return num_bytes
 
 

@@ -135,7 +135,7 @@ class Stream:
         """
         (length,) = _LENGTH.unpack(await self._exactly(_LENGTH.size))
         if length > limit_bytes:
-            raise ConnectionError(f"a message of {length} bytes, limit {limit_bytes}")
+            raise ConnectionError(f"a message of {length} bytes exceeds the limit of {limit_bytes}")
         return await self._exactly(length)
 
     async def send_bytes(self, memory: memoryview, timeout_s: float) -> None:
@@ -164,7 +164,9 @@ class Stream:
             if count:
                 see(chunk[:count])
             if count < len(chunk):
-                raise ConnectionError(f"broken off after {done + count} of {len(memory)} bytes")
+                raise ConnectionError(
+                    f"the connection ended after {done + count} of {len(memory)} bytes"
+                )
             done += count
 
     def close(self) -> None:
@@ -185,7 +187,7 @@ class Stream:
     async def _exactly(self, num_bytes: int) -> bytes:
         received = bytearray(num_bytes)
         if await self._fill(memoryview(received)) < num_bytes:
-            raise ConnectionError("broken off after a part of a message")
+            raise ConnectionError("the connection ended within a message")
         return bytes(received)
 
     async def _fill(self, memory: memoryview) -> int:
@@ -320,12 +322,12 @@ def typed_error(error: Exception, endpoint: str, timeout_s: float) -> PhaseloomE
         )
     if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
         return CallerError(
-            f"{endpoint} does not take this node's certificate: {error.reason}",
+            f"{endpoint} rejected this node's certificate: {error.reason}",
             code=Code.PERMISSION_DENIED,
             remedy=_REMEDY,
         )
     if isinstance(error, ssl.SSLError) and error.reason == _SPOILED:
-        return ResourceError(f"{endpoint}: spoiled on the way", code=Code.DATA_LOSS)
+        return ResourceError(f"{endpoint}: data was corrupted in transit", code=Code.DATA_LOSS)
     reason = f"silent for {timeout_s} s" if isinstance(error, TimeoutError) else str(error)
     return ResourceError(f"{endpoint}: {reason}")
 

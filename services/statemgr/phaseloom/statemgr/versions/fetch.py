@@ -125,7 +125,7 @@ class VersionFetcher:
         version = await self.get(request)
         if await self.is_sound(version, request.permit):
             return version
-        log.warning("version %s is opened again", request.key)
+        log.warning("opening version %s again", request.key)
         return await self.get(request, is_suspect=True)
 
     async def is_sound(self, version: Version, permit: CommandId | None) -> bool:
@@ -237,7 +237,7 @@ class VersionFetcher:
                 fetch = await first.fetch_with_retry(everything, {key.part: list(request.sources)})
             self.versions.records.commit(version, digest)
         log.info(
-            "version %s came: %d bytes from its source, %d from peers; %s",
+            "fetched version %s: %d bytes from its source, %d from peers; %s",
             *(key, fetch.fetched_bytes, fetch.relayed_bytes, count_received(fetch)),
         )
         return version
@@ -446,7 +446,7 @@ class Suspects:
             return
         raise ResourceError(
             f"version {key.whole} went bad in host memory before it was sealed: its policy is "
-            "rebuilt, and makes it again",
+            "being rebuilt and will make it again",
             remedy="sync it again",
         )
 
@@ -455,8 +455,8 @@ def _lost(key: VersionKey, error: PhaseloomError) -> ResourceError:
     """The error to raise if the copy here was bad and no other node has the version."""
     part = f"part {key.part} of version {key.whole}" if key.part else f"version {key}"
     return ResourceError(
-        f"{part} went bad in host memory, and is to be had nowhere else: {error.info.message}",
+        f"{part} went bad in host memory, and no other node has it: {error.info.message}",
         code=Code.DATA_LOSS,
-        remedy="publish the weights again, as another version, and sync that",
+        remedy="publish the weights again as a new version, and sync that",
         details={"version": key.whole, "part": key.part},
     )

@@ -199,7 +199,7 @@ class Weights:
         try:
             return set((await call_once(source, message, wire.Opened, self.fetcher.home)).digests)
         except PhaseloomError as error:
-            log.warning("which parts of version %s are at %s: %s", key, source, error)
+            log.warning("cannot list the parts of version %s at %s: %s", key, source, error)
             return error
 
     async def digests_of(self, key: VersionKey) -> dict[str, str]:
@@ -379,7 +379,7 @@ class Weights:
                 away += part_batches
         fetch = await fetch.fetch_with_retry(away, sources)
         log.info(
-            "%s came: %d bytes from other nodes, %d from here, %d by peers; %s",
+            "fetched %s: %d bytes from other nodes, %d from here, %d from peers; %s",
             *(
                 fetch.label,
                 fetch.fetched_bytes,
@@ -415,7 +415,7 @@ class Weights:
                         fetch.incoming.add(batch)
                     return num_bytes
             await self.verify(key, sources, request.ticket)
-        raise ResourceError(f"version {key} goes bad again and again here", code=Code.DATA_LOSS)
+        raise ResourceError(f"version {key} keeps going bad here", code=Code.DATA_LOSS)
 
 
 def description_of(version: Version, tensors: bytes | None = None) -> VersionExtent:
@@ -597,5 +597,5 @@ class Publishing:
 def _check_maker(wpg: Wpg, key: VersionKey, *, is_whole: bool = False) -> None:
     if key.policy != wpg.key or key.seq < 1 or (is_whole and key.part):
         raise CallerError(
-            f"{wpg} cannot make version {key}", code=Code.PERMISSION_DENIED, field="version"
+            f"{wpg} may not make version {key}", code=Code.PERMISSION_DENIED, field="version"
         )
