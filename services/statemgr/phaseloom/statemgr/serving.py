@@ -162,7 +162,6 @@ class Server:
         await self._handle_requests(stream, content, {}, Peer("", ""))
 
     def _base(self, version: Version, base: wire.BaseVersion) -> Version | None:
-        """The client's base version, or part of one, if it is in memory here too."""
         key = msgspec.structs.replace(version.key, seq=base.seq)
         earlier = self._versions.records.bases_of(version)
         digest = base.digests.get(key.part)
@@ -215,7 +214,6 @@ class Server:
         assignment: Assignment | None,
         peer: Peer,
     ) -> tuple[list[memoryview], wire.Given]:
-        """The bytes to send, and the reply that precedes them."""
         boxes_found = _find_boxes(content, request, is_assigned=assignment is not None)
         arriving = content.until_arrived(request.part, request.boxes)
         await self._while_waiting(stream, arriving, may_cancel=True)

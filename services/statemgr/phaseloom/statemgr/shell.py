@@ -337,7 +337,6 @@ class StateManager:
         session.greet()
 
     def _calls_of_agents(self) -> dict[type, Callable[[Any], Awaitable[StateMessage | None]]]:
-        """The handler of each message of an agent. None is answered by `Done`."""
         parts, catalogue = self._parts, self._parts.catalogue
         return {
             RegisterWpg: self._register_wpg,
@@ -362,7 +361,6 @@ class StateManager:
     def _calls_of_ranks(
         self,
     ) -> dict[type, Callable[[Rank, Any], Awaitable[Answer | StateMessage | None]]]:
-        """The handler of each message of a rank. None is answered by `Done`."""
         parts, memory = self._parts, self._parts.rank_memory
         publishing, exporter, catalogue = parts.publishing, parts.exporter, parts.catalogue
         return {
@@ -488,7 +486,6 @@ def _is_leader_only(body: StateMessage) -> bool:
 
 
 def _in_thread(work: Callable[..., T]) -> Callable[..., Awaitable[T]]:
-    """Run blocking work in a thread, so that other requests are answered meanwhile."""
     return lambda *args: asyncio.to_thread(work, *args)
 
 

@@ -120,20 +120,17 @@ class NodeParts:
             self._directory.discard(*place.glob(f".*.{self._checkpoints.node}.part"))
 
     def _own(self, snapshot: Snapshot) -> Path:
-        """The file with the states of this node's ranks."""
         directory = self._checkpoints.directory(snapshot.key, snapshot.name)
         begin = _beginning(snapshot, snapshot.rank_offset)
         return directory.with_name(f"{begin}.{self._checkpoints.node}.part")
 
 
 def _prefix(snapshot: Snapshot) -> str:
-    """Prefix of the names of all files for an operation's checkpoint."""
     digits = blake3(snapshot.operation.encode()).hexdigest()[:_OPERATION_DIGITS]
     return f".{snapshot.name}.{digits}"
 
 
 def _beginning(snapshot: Snapshot, rank: int) -> str:
-    """Prefix of the name of the file with the states of a node's ranks, from `rank` on."""
     return f"{_prefix(snapshot)}-{snapshot.incarnation:d}-{rank:d}"
 
 
@@ -323,8 +320,8 @@ class Exporter:
 
     @asynccontextmanager
     async def _of_other_nodes(self, snapshot: Snapshot) -> AsyncIterator[list[StagedState]]:
-        """The states of other nodes' ranks, which rank 0's node needs to make whole tensors. Empty
-        on other nodes."""
+        """The states of other nodes' ranks, which rank 0's node needs for whole tensors; else
+        empty."""
         refs: list[SectionRef] = []
         if not snapshot.is_whole and not snapshot.rank_offset:
             refs = await asyncio.to_thread(self._parts.find, snapshot)
@@ -348,7 +345,6 @@ class Exporter:
         staged: list[StagedState],
         cancelled: threading.Event,
     ) -> str:
-        """Write a checkpoint from all ranks' states. Returns: the SHA-256 of the weights."""
         path = f"{snapshot.key.job}/{snapshot.key.deployment}/{snapshot.name}"
         try:
             written = await asyncio.to_thread(self._draft, snapshot, staged, request, cancelled)
@@ -384,7 +380,7 @@ class Exporter:
         request: WriteCheckpoint,
         cancelled: threading.Event,
     ) -> Written:
-        """Write the draft of a checkpoint, then verify the states that were written. Blocking."""
+        """Write the draft, then verify the states that were written. Blocking."""
         written = write_state(
             self._directory.disk,
             self._checkpoints.begin(snapshot.key, snapshot.name),

@@ -254,7 +254,6 @@ class Checkpoints:
         return self.directory(key, name).with_name(f".{stem}.{self.node}.draft")
 
     def _markers(self, key: DeploymentKey) -> list[tuple[str, Marker]]:
-        """The readable markers of a deployment's checkpoints: (name, marker), sorted by name."""
         named = sorted(self.directory(key, "any").parent.glob("[!.]*"))
         markers = [(directory.name, readable_marker(directory)) for directory in named]
         return [(name, marker) for name, marker in markers if marker is not None]

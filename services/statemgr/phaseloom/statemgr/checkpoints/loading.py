@@ -152,7 +152,6 @@ class Loader:
         return SavedRead(bytes(memory))
 
     async def _saved(self, rank: Rank, source: str, name: str) -> SavedState:
-        """Raises: CallerError: NOT_FOUND. ResourceError: DATA_LOSS."""
         key = parse_source(rank.wpg.key, source)
 
         def opened() -> SavedState:
@@ -166,7 +165,6 @@ class Loader:
             return await asyncio.to_thread(opened)
 
     async def _fill(self, rank: Rank, saved: SavedState) -> str:
-        """Fill the extent of a rank that has no state yet. Returns: the digest of its memory."""
         if rank.wpg.seal_seq or rank.extent is None:
             raise CallerError(f"{rank} expects no initial state", code=Code.FAILED_PRECONDITION)
         saved.check_fits(rank.tensors)
@@ -210,7 +208,6 @@ async def _filled(saved: SavedState, memories: dict[Rank, memoryview]) -> list[s
 
 
 def _fill(saved: SavedState, rank: Rank, memory: memoryview) -> str:
-    """Fill the memory of a rank. Returns: its digest. Blocking: call it in a thread."""
     saved.fill(rank.tensors, memory)
     return digest_of(memory)
 

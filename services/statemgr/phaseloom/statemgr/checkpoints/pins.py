@@ -99,7 +99,6 @@ def _place(checkpoints: Checkpoints, loader: DeploymentKey) -> Path:
 
 
 def _pins(place: Path) -> list[Path]:
-    """A deployment's pins, oldest first."""
     paths = [path for path in place.glob("*-*") if "." not in path.name]
     return sorted(paths, key=_number)
 

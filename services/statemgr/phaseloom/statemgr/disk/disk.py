@@ -249,7 +249,6 @@ def write_state(
 def _write_part(
     file: Writable, place: SectionRef, memory: memoryview, cancelled: threading.Event
 ) -> bytes:
-    """Write the memory of a part. Returns: the checksums of its blocks."""
     part = place.part
 
     def take(start: int, end: int) -> bytes:

@@ -224,7 +224,6 @@ class Handover:
         self.host_seals.records[seal.key, seal.seq] = seal
 
     def _restore_snapshot(self, snapshot: Snapshot) -> None:
-        """Adopt a checkpoint's snapshot; the next request to write it will find it."""
         adopted: list[int] = []
         for part in snapshot.parts:
             if not self._take_extent(part.extent, part.num_bytes, str(snapshot)):

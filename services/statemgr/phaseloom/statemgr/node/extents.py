@@ -241,7 +241,6 @@ class HostMemory:
                 self._give_up(number)
 
     def _is_left(self, extent: int) -> bool:
-        """Remove a holder. Returns: whether it was the last one."""
         assert extent not in self._idle
         self._extents[extent].num_holders -= 1
         return not self._extents[extent].num_holders
@@ -296,7 +295,6 @@ class HostMemory:
         return [extent for extent, owner in self._idle.items() if owner == pool]
 
     def _make_room(self, size: int, label: str) -> None:
-        """Release idle extents until `size` bytes are free."""
         if size > self.free_bytes:
             used_bytes = self.budget_bytes - self.free_bytes
             raise ResourceError(

@@ -146,7 +146,6 @@ class Ledger:
     async def _send_handles(
         self, agent: Peer[StateMessage], keep: list[int], drop: list[int]
     ) -> None:
-        """Have the agent keep and drop handles, as long as it is the attached one."""
         for start in range(0, max(len(keep), bool(drop)), MAX_FDS):
             if self._agent is not agent:
                 return

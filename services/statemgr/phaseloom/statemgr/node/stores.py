@@ -93,11 +93,9 @@ class Moves:
         self._moves: dict[HostCopy, Move] = {}
 
     def __len__(self) -> int:
-        """The number of moves under way."""
         return len(self._moves)
 
     def __contains__(self, copy: object) -> bool:
-        """Whether a move of the host copy is under way."""
         return copy in self._moves
 
     def under_way(self) -> list[Move]:
@@ -252,7 +250,6 @@ class DeviceCopies:
             self.drop(key)
 
     def _drop_oldest(self, device: int, until_bytes: int) -> None:
-        """Drop the oldest copies on a device until the others need at most `until_bytes`."""
         for key in [key for key, copy in self._copies.items() if copy.device == device]:
             if self.used_bytes(device) <= until_bytes:
                 break

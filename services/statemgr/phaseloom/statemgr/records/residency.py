@@ -614,7 +614,6 @@ def _fenced(key: DeploymentKey, incarnation: int, newest: int) -> ResourceError:
 
 
 def _check_alive(wpg: Wpg) -> None:
-    """Raises: ResourceError: the incarnation is lost."""
     if wpg.is_lost:
         raise ResourceError(f"{wpg} has lost its rank", remedy="start a new incarnation")
 
@@ -627,7 +626,6 @@ def _bytes_above(rank: Rank) -> int:
 
 
 def _shares(rank: Rank) -> bool:
-    """Whether the host copy has another user, or is the memory of a weights version."""
     return rank.copy is not None and (len(rank.copy.users) > 1 or rank.copy.version is not None)
 
 

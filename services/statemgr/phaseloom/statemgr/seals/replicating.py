@@ -334,12 +334,10 @@ class Replicator:
                 log.info("version %s could not be prefetched: %s", request.holds.version, error)
 
     def _mark_kept(self, request: FetchState) -> None:
-        """Keep versions that ranks here have fetched, like the files that are fetched now."""
         for seq in request.versions:
             self.weights.mark_kept(VersionKey(request.deployment, seq))
 
     def _missing_files(self, request: FetchState) -> FetchState:
-        """The request without the seal and the versions that are in host memory."""
         key, ranks = request.deployment, (request.rank_offset, request.num_ranks)
         versions = self.records.versions
         is_kept = self.sealer.is_kept(key, request.seal_seq, ranks)
@@ -380,7 +378,6 @@ class Replicator:
                 del self._under_way[request.deployment]
 
     def _is_forgotten(self, request: FetchState) -> bool:
-        """Whether the deployment was forgotten since a request for its files came."""
         return all(
             other_request is not request
             for other_request in self._under_way.get(request.deployment, ())
@@ -407,7 +404,6 @@ class Replicator:
                 raise _forgotten_error(name)
 
     async def _is_on_disk(self, name: FileName, ranks: tuple[int, int] = (0, 0)) -> bool:
-        """Whether a file is here with a good header; its blocks are verified when they are read."""
         path = path_of(self.directory, name)
         header = await asyncio.to_thread(header_of, path)
         return header is not None and header.is_of(*ranks)

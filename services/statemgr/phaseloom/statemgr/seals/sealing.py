@@ -199,7 +199,6 @@ class Sealer:
         return Sealed("", written.digest, written.num_bytes)
 
     def _sealed(self, rank: Rank) -> memoryview:
-        """The host copy of a rank as it was when the seal was prepared."""
         if rank.snapshot is None:
             return self.copies.bytes_for(rank)
         assert rank.extent is not None

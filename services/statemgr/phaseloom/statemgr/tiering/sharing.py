@@ -189,8 +189,6 @@ class FrozenCopies:
 
 
 def _is_copy_of(version: Version, rank: Rank) -> bool:
-    """Whether the version has the rank's size and layout, so that it can be the rank's host
-    copy."""
     return (version.num_bytes, version.table) == (rank.extent_bytes, rank.table)
 
 
@@ -225,8 +223,7 @@ class Sharing:
                 await self._merge(copy)
 
     async def _freeze(self, copy: HostCopy) -> bool:
-        """Make a copy immutable before it is hashed. Returns: False: a process has it mapped
-        writable."""
+        """Make a copy immutable. Returns: False: a process has it mapped writable."""
         for _ in range(_FREEZE_TRIES):
             if not self._is_above(copy) or copy.is_immutable:
                 return True

@@ -120,7 +120,6 @@ class Switcher:
         await on_each_device(ranks, load)
 
     async def _copy_out(self, rank: Rank) -> float:
-        """Offload a rank and verify that it released its heap. Returns: the seconds of its copy."""
         self.residency.begin_copy_out(rank, release=True)
         try:
             copied = await self.frozen.copy_out(rank, release=True)
@@ -143,7 +142,6 @@ class Switcher:
         return copied.duration_s
 
     async def _copy_in(self, rank: Rank) -> float:
-        """Load a rank and verify the digest of its heap. Returns: the seconds of its copy."""
         digest = rank.digest
         assert digest, "nothing is loaded that cannot be verified"
         try:

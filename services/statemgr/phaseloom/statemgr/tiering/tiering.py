@@ -321,7 +321,6 @@ class Tiering:
         self._check_needed(copy)
 
     def _check_needed(self, copy: HostCopy) -> None:
-        """Raises: ResourceError: nobody needs the copy any longer."""
         if not self.copies.records.is_known(copy):
             raise ResourceError(f"{copy} is no longer needed")
 
@@ -415,7 +414,6 @@ class VersionMoves:
         await (self._give_up(version) if version.is_ahead else self._leave(version))
 
     async def _give_up(self, version: Version) -> None:
-        """Drop a prefetched version, even if it has not arrived completely."""
         ended = self.under_way[version] = asyncio.get_running_loop().create_future()
         try:
             await self._until_unmapped(version)

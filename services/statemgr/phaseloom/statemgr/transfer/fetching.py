@@ -396,8 +396,6 @@ class Fetch:
         )
 
     async def _open(self, source: _Source) -> Stream:
-        """Open a stream to a source. Raises: CallerError: the source refuses, or has other
-        bytes."""
         stream, opened = await self._open_stream(source.endpoint, source.parts)
         with closed_on_failure(stream):
             for part in source.parts:
@@ -407,7 +405,6 @@ class Fetch:
         return stream
 
     async def _fetch(self, stream: Stream, source: _Source, batch: Batch) -> None:
-        """Fetch a batch, or, from a source that assigns chunks, this node's share of it."""
         try:
             limit_bytes = self._chunk_bytes if source.is_far else MAX_BATCH_BYTES
             num_bytes = min(batch.num_bytes, limit_bytes)
@@ -440,11 +437,11 @@ class Fetch:
         self._record_arrival(batch)
 
     def _split(self, batch: Batch, assigned: wire.Assigned) -> Batch:
-        """Divide a batch as the source has assigned it. Peers' shares are queued for them, and
-        boxes without an answer for a source.
+        """Divide a batch as the source has assigned it. Returns: the share that the source sends.
 
-        Returns: the share that the source sends.
-        Raises:  ConnectionError, CallerError: the answer does not fit the batch.
+        Peers' shares are queued for them, and boxes without an answer for a source.
+
+        Raises: ConnectionError, CallerError: the answer does not fit the batch.
         """
         if not 1 <= assigned.num_boxes <= len(batch.pieces):
             raise ConnectionError(f"it answered {assigned.num_boxes} boxes, more than requested")
@@ -458,10 +455,7 @@ class Fetch:
         return local
 
     async def _confirm(self, source: _Source, stream: Stream | None) -> None:
-        """Ask a source to verify the parts that it sent or gave checksums of.
-
-        A source that has left since then is trusted.
-        """
+        """Ask a source to verify the parts that it sent; a source that has left is trusted."""
         opened: Stream | None = None
         is_asked = False
         try:
@@ -492,7 +486,6 @@ class Fetch:
         self._announce()
 
     def _check_reachable(self) -> None:
-        """End the fetch if no source is left for some queued batch."""
         reachable = {
             part for source in self._sources if not source.is_abandoned for part in source.parts
         }
@@ -510,7 +503,6 @@ class Fetch:
     # --- Peers -----------------------------------------------------------------------------------
 
     def _relay(self, batch: Batch, share: wire.Shared) -> None:
-        """Queue a batch for the peer that it was assigned to."""
         peer = share.holder
         if peer in self._failed_peers:
             self._requeue(batch)
@@ -558,7 +550,6 @@ class Fetch:
     async def _open_stream(
         self, endpoint: str, parts: list[str], session: str | None = None
     ) -> tuple[Stream, wire.Opened]:
-        """Raises: CallerError: the other end refuses."""
         stream = self.idle_streams.pop(endpoint, None)
         if stream is None:
             stream = await connect(endpoint, self.home.identity, self.home.timeout_s)
@@ -571,11 +562,6 @@ class Fetch:
     async def _receive(
         self, stream: Stream, batch: Batch, expected: str, delta_bytes: int = 0
     ) -> None:
-        """Receive a batch and verify its checksum.
-
-        Raises: ResourceError: DATA_LOSS: the batch is bad. DeltaError: it is bad and came as a
-                delta.
-        """
         timeout_s = self.home.timeout_s
         if await self.sink.receive(stream, batch, timeout_s, delta_bytes) == expected:
             return
@@ -590,7 +576,6 @@ class Fetch:
         self._announce()
 
     def _requeue(self, batch: Batch | None) -> None:
-        """Put a batch back at the head of its queue."""
         if batch is not None:
             groups = grouped(batch.pieces, self._batch_bytes)
             again = [Batch(batch.part, pieces) for pieces in groups]

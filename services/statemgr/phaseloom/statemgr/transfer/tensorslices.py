@@ -334,7 +334,6 @@ def subtract(boxes: Iterable[Box], removed: Box) -> list[Box]:
 
 
 def _subtract_box(box: Box, removed: Box) -> list[Box]:
-    """Remove an inner box from a box. Returns: disjoint boxes."""
     remaining: list[Box] = []
     start, size = list(box.start), list(box.size)
     for dim, (at, length) in enumerate(zip(removed.start, removed.size, strict=True)):

@@ -191,7 +191,6 @@ class Stream:
         return bytes(received)
 
     async def _fill(self, memory: memoryview) -> int:
-        """Fill the memory. Returns: the bytes received before the other end closed."""
         return await self._move(self._sock.recv_into, memory)
 
     async def _send_all(self, memory: memoryview) -> None:
@@ -217,7 +216,6 @@ class Stream:
         return done
 
     def _move_now(self, step: Callable[[memoryview], int], memory: memoryview) -> int:
-        """Move as much as possible without waiting. Returns: the bytes moved."""
         done = 0
         self._awaits_writing = None
         try:

@@ -199,7 +199,6 @@ class VersionFetcher:
         return version
 
     async def _read(self, version: Version, *, is_ahead: bool) -> None:
-        """Read a version from disk into a new extent."""
         key = version.key
         path = self.directory.version(key)
         label, pool, after_s = f"version {key}", str(key.policy), _after_s(is_ahead=is_ahead)
@@ -221,7 +220,6 @@ class VersionFetcher:
         idle_streams: dict[str, Stream],
         described: wire.VersionDescription,
     ) -> Version:
-        """Fetch a described version. Args: idle_streams: see `Fetch`."""
         key = request.key
         size, digest = described.num_bytes, described.digest
         table = TensorTable.of(described.tensors)
@@ -279,7 +277,6 @@ class VersionFetcher:
                 version.end_fetch = memory.base = None
 
     def _base(self, version: Version) -> tuple[Version, wire.BaseVersion] | None:
-        """The newest earlier version, or copy of the same slices, that deltas may be based on."""
         if not is_available():
             return None
         for earlier in self.versions.records.bases_of(version):
@@ -333,7 +330,6 @@ class VersionFetcher:
         """Get the description of a version from the first source that has the required digest.
 
         Returns: the source; a stream to it, on which the version may be opened; the description.
-        Raises:  ResourceError: no source has it.
         """
         key, digest, errors = request.key, request.digest, list[PhaseloomError]()
         message = wire.DescribeVersion(key, request.ticket)
@@ -356,7 +352,6 @@ class VersionFetcher:
 
 
 def _after_s(*, is_ahead: bool) -> float:
-    """`after_s` of a reservation: a prefetch evicts nothing."""
     return math.inf if is_ahead else -math.inf
 
 
@@ -452,7 +447,6 @@ class Suspects:
 
 
 def _lost(key: VersionKey, error: PhaseloomError) -> ResourceError:
-    """The error to raise if the copy here was bad and no other node has the version."""
     part = f"part {key.part} of version {key.whole}" if key.part else f"version {key}"
     return ResourceError(
         f"{part} went bad in host memory, and no other node has it: {error.info.message}",

@@ -152,8 +152,6 @@ class Weights:
         return {part: digests[part] for part in parts}
 
     def _digests_in(self, manifest: Version) -> dict[str, str]:
-        """The digest of each part by name. Raises: ResourceError: DATA_LOSS: the manifest is
-        bad."""
         parts = decode_manifest(self.versions.bytes_of(manifest), manifest.key)
         return {part.part: part.digest for part in parts.parts}
 
@@ -363,7 +361,6 @@ class Weights:
         return version
 
     async def _fill(self, fetch: Fetch, memory: memoryview, request: OpenSlices) -> None:
-        """Fill the memory from parts on this node, and the rest from other nodes."""
         sources = {part_sources.part: part_sources.endpoints for part_sources in request.sources}
         by_part: dict[str, list[Batch]] = {}
         for batch in await asyncio.to_thread(batches, request.slices):
@@ -429,8 +426,6 @@ def description_of(version: Version, tensors: bytes | None = None) -> VersionExt
 
 
 def _copy(part: OpenPart, batches: Sequence[Batch], memory: memoryview) -> int:
-    """Copy slices of a part on this node. Slow: run it in a thread. Returns: the number of bytes
-    copied."""
     for batch in batches:
         runs_of_boxes = (part.find(box).read() for box in batch.boxes)
         batch.put(memory, b"".join(run for runs in runs_of_boxes for run in runs))
@@ -553,10 +548,8 @@ class Publishing:
             return description_of(version, tensors=b"")
 
     def _check_manifest(self, wpg: Wpg, key: VersionKey, manifest: VersionParts) -> None:
-        """Check a manifest against the parts that this incarnation wrote here.
-
-        Raises: CallerError: FAILED_PRECONDITION: a part here has another digest.
-        """
+        """Raises: CallerError: FAILED_PRECONDITION: a part that this incarnation wrote here
+        differs."""
         for part in manifest.parts:
             check_part(part.part, "manifest.parts")
             local = self.versions.records.find(part_of(key, part.part))
