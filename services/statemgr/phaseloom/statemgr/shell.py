@@ -16,62 +16,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from phaseloom.common.contract.checkpoints import (
-    DescribeCheckpoint,
-    EraseCheckpoint,
-    FindCheckpoints,
-    FindExpired,
-    OpenArchive,
-    ReadArchivePart,
-    SetExpiry,
-)
+from phaseloom.common.contract import checkpoints, state_agent, state_rank
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
-from phaseloom.common.contract.state_agent import (
-    AgentHello,
-    DiskPath,
-    DropVersions,
-    DropWpg,
-    FetchState,
-    FinishHandover,
-    HandOver,
-    HandoverFinished,
-    Prefetch,
-    PrepareSeal,
-    RegisterWpg,
-    Sealed,
-    StatusReport,
-    StatusRequest,
-    SwitchIn,
-    SwitchOut,
-    Welcome,
-    WriteSeal,
-)
-from phaseloom.common.contract.state_rank import (
-    BorrowMemory,
-    CommitInitial,
-    CommitParts,
-    CommitVersion,
-    CreateVersion,
-    Done,
-    HoldVersion,
-    OnDevice,
-    OpenOnDevice,
-    OpenSaved,
-    OpenSlices,
-    OpenVersion,
-    PruneCheckpoints,
-    RankHello,
-    RankResume,
-    ReadCheckpoint,
-    ReadSaved,
-    RegisterHeap,
-    RemoveCheckpoint,
-    ReturnMemory,
-    ShareOnDevice,
-    StateMessage,
-    TakeSnapshot,
-    WriteCheckpoint,
-)
+from phaseloom.common.contract.state_rank import Done, StateMessage
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.common.transport.framing import MAX_FDS, Peer, close_fds
@@ -148,7 +95,7 @@ class Parts:
     begin_handover: Callable[[str], Handover]
     """Starts to take over the handles of this name, which the agent kept."""
     home: Home
-    disk: DiskPath
+    disk: state_agent.DiskPath
 
 
 class StateManager:
@@ -220,10 +167,14 @@ class StateManager:
         await peer.finish()
 
     async def _handle(self, session: Session, body: StateMessage, fds: list[int]) -> Answer:
-        if isinstance(body, HandOver) and session.is_handing_over and self._handover is not None:
+        if (
+            isinstance(body, state_agent.HandOver)
+            and session.is_handing_over
+            and self._handover is not None
+        ):
             self._handover.accept(body.handles, fds)
             return Done(), ()
-        if isinstance(body, ShareOnDevice) and session.rank is not None:
+        if isinstance(body, state_rank.ShareOnDevice) and session.rank is not None:
             return self._share_on_device(session.rank, body, fds), ()
         close_fds(fds)
         greeted = await self._greet(session, body)
@@ -253,17 +204,19 @@ class StateManager:
         """Answer a hello or a part of the handover, which may come before the node is settled;
         None: it is another message."""
         match body:
-            case AgentHello():
+            case state_agent.AgentHello():
                 return self._greet_agent(session, body)
-            case RankHello():
+            case state_rank.RankHello():
                 return await self._greet_rank(session, body)
-            case RankResume():
+            case state_rank.RankResume():
                 return await self._resume_rank(session, body)
-            case FinishHandover() if session.is_handing_over and self._handover is not None:
+            case state_agent.FinishHandover() if (
+                session.is_handing_over and self._handover is not None
+            ):
                 return await self._finish_handover(session, self._handover)
         return None
 
-    def _greet_agent(self, session: Session, hello: AgentHello) -> Welcome:
+    def _greet_agent(self, session: Session, hello: state_agent.AgentHello) -> state_agent.Welcome:
         if session.greeted.done() or not hmac.compare_digest(
             hello.secret.encode(), self._secret.encode()
         ):
@@ -277,14 +230,16 @@ class StateManager:
             self._handover = self._parts.begin_handover(hello.index)
             session.is_handing_over = True
             session.peer.max_fds = MAX_FDS
-            return Welcome(needs_handles=True)
+            return state_agent.Welcome(needs_handles=True)
         self._ledger.attach(session.peer)
         if is_first:
             self._handover_is_known.set()
             self._parts.background.start(self._settle())
-        return Welcome(needs_handles=False)
+        return state_agent.Welcome(needs_handles=False)
 
-    async def _finish_handover(self, session: Session, handover: Handover) -> HandoverFinished:
+    async def _finish_handover(
+        self, session: Session, handover: Handover
+    ) -> state_agent.HandoverFinished:
         endpoint = await handover.restore(session.peer)
         if endpoint not in {"", self._parts.home.endpoint}:
             # Other nodes know the previous daemon's endpoint.
@@ -295,21 +250,21 @@ class StateManager:
         session.peer.max_fds = 0
         await self._settle()
         log.info("taken over from the previous daemon; lost: %s", lost or "nothing")
-        return HandoverFinished(lost)
+        return state_agent.HandoverFinished(lost)
 
     async def _settle(self) -> None:
         # Before anything can be demoted, because the sweep removes unknown files.
         await self._parts.tiering.sweep()
         self._ledger.settled.set()
 
-    async def _greet_rank(self, session: Session, hello: RankHello) -> Done:
+    async def _greet_rank(self, session: Session, hello: state_rank.RankHello) -> Done:
         await self._until_handover_known()
         if self._handover is not None:
             self._handover.begin_again(hello.token)
         self._enter(session, self._residency.authenticate(hello.token))
         return Done()
 
-    async def _resume_rank(self, session: Session, message: RankResume) -> Done:
+    async def _resume_rank(self, session: Session, message: state_rank.RankResume) -> Done:
         await self._until_handover_known()
         if self._handover is None or session.greeted.done():
             raise _denied("nothing was taken over, or this is a second hello")
@@ -339,23 +294,23 @@ class StateManager:
     def _calls_of_agents(self) -> dict[type, Callable[[Any], Awaitable[StateMessage | None]]]:
         parts, catalogue = self._parts, self._parts.catalogue
         return {
-            RegisterWpg: self._register_wpg,
-            SwitchIn: parts.switcher.switch_in,
-            SwitchOut: parts.switcher.switch_out,
-            PrepareSeal: parts.sealer.prepare,
-            WriteSeal: self._write_seal,
-            FetchState: parts.replicator.fetch,
-            DropWpg: self._drop_wpg,
-            Prefetch: self._prefetch,
-            DropVersions: lambda body: parts.weights.drop(body.versions),
-            FindCheckpoints: _in_thread(catalogue.find),
-            DescribeCheckpoint: _in_thread(catalogue.describe),
-            SetExpiry: _in_thread(catalogue.set_expiry),
-            EraseCheckpoint: _in_thread(catalogue.erase),
-            FindExpired: _in_thread(catalogue.find_expired),
-            OpenArchive: parts.archives.open,
-            ReadArchivePart: parts.archives.read,
-            StatusRequest: self._status,
+            state_agent.RegisterWpg: self._register_wpg,
+            state_agent.SwitchIn: parts.switcher.switch_in,
+            state_agent.SwitchOut: parts.switcher.switch_out,
+            state_agent.PrepareSeal: parts.sealer.prepare,
+            state_agent.WriteSeal: self._write_seal,
+            state_agent.FetchState: parts.replicator.fetch,
+            state_agent.DropWpg: self._drop_wpg,
+            state_agent.Prefetch: self._prefetch,
+            state_agent.DropVersions: lambda body: parts.weights.drop(body.versions),
+            checkpoints.FindCheckpoints: _in_thread(catalogue.find),
+            checkpoints.DescribeCheckpoint: _in_thread(catalogue.describe),
+            checkpoints.SetExpiry: _in_thread(catalogue.set_expiry),
+            checkpoints.EraseCheckpoint: _in_thread(catalogue.erase),
+            checkpoints.FindExpired: _in_thread(catalogue.find_expired),
+            checkpoints.OpenArchive: parts.archives.open,
+            checkpoints.ReadArchivePart: parts.archives.read,
+            state_agent.StatusRequest: self._status,
         }
 
     def _calls_of_ranks(
@@ -364,41 +319,41 @@ class StateManager:
         parts, memory = self._parts, self._parts.rank_memory
         publishing, exporter, catalogue = parts.publishing, parts.exporter, parts.catalogue
         return {
-            RegisterHeap: memory.register_heap,
-            CommitInitial: memory.commit_initial,
-            BorrowMemory: memory.borrow,
-            ReturnMemory: memory.take_back,
-            CreateVersion: lambda rank, body: publishing.create(rank.wpg, body),
-            CommitVersion: lambda rank, body: publishing.commit(rank.wpg, body),
-            CommitParts: lambda rank, body: publishing.commit_parts(rank.wpg, body),
-            OpenVersion: self._open_version,
-            OpenOnDevice: self._open_on_device,
-            OpenSlices: self._open_slices,
-            HoldVersion: self._hold_version,
-            TakeSnapshot: exporter.take_snapshot,
-            WriteCheckpoint: exporter.write,
-            ReadCheckpoint: parts.loader.read,
-            OpenSaved: parts.loader.open_saved,
-            ReadSaved: parts.loader.read_saved,
-            PruneCheckpoints: _in_thread(catalogue.prune),
-            RemoveCheckpoint: _in_thread(catalogue.remove),
+            state_rank.RegisterHeap: memory.register_heap,
+            state_rank.CommitInitial: memory.commit_initial,
+            state_rank.BorrowMemory: memory.borrow,
+            state_rank.ReturnMemory: memory.take_back,
+            state_rank.CreateVersion: lambda rank, body: publishing.create(rank.wpg, body),
+            state_rank.CommitVersion: lambda rank, body: publishing.commit(rank.wpg, body),
+            state_rank.CommitParts: lambda rank, body: publishing.commit_parts(rank.wpg, body),
+            state_rank.OpenVersion: self._open_version,
+            state_rank.OpenOnDevice: self._open_on_device,
+            state_rank.OpenSlices: self._open_slices,
+            state_rank.HoldVersion: self._hold_version,
+            state_rank.TakeSnapshot: exporter.take_snapshot,
+            state_rank.WriteCheckpoint: exporter.write,
+            state_rank.ReadCheckpoint: parts.loader.read,
+            state_rank.OpenSaved: parts.loader.open_saved,
+            state_rank.ReadSaved: parts.loader.read_saved,
+            state_rank.PruneCheckpoints: _in_thread(catalogue.prune),
+            state_rank.RemoveCheckpoint: _in_thread(catalogue.remove),
         }
 
     # --- versions ---
 
-    async def _open_on_device(self, rank: Rank, body: OpenOnDevice) -> Answer:
+    async def _open_on_device(self, rank: Rank, body: state_rank.OpenOnDevice) -> Answer:
         fd = self._parts.device_copies.find(rank, body.version)
-        return OnDevice(fd is not None), [] if fd is None else [fd]
+        return state_rank.OnDevice(fd is not None), [] if fd is None else [fd]
 
-    async def _open_slices(self, rank: Rank, body: OpenSlices) -> Answer:
+    async def _open_slices(self, rank: Rank, body: state_rank.OpenSlices) -> Answer:
         if not body.is_ahead:
             await self._parts.frozen.make_room(rank)
         return await self._parts.weights.open_slices(rank.wpg, body)
 
-    async def _hold_version(self, rank: Rank, body: HoldVersion) -> None:
+    async def _hold_version(self, rank: Rank, body: state_rank.HoldVersion) -> None:
         self._parts.frozen.hold_version(rank, body.version, body.applied)
 
-    def _share_on_device(self, rank: Rank, body: ShareOnDevice, fds: list[int]) -> Done:
+    def _share_on_device(self, rank: Rank, body: state_rank.ShareOnDevice, fds: list[int]) -> Done:
         version = self._records.versions.find(body.version)
         if version is None or not version.is_committed:
             close_fds(fds)
@@ -408,7 +363,7 @@ class StateManager:
             metrics.count(metrics.NOT_ON_DEVICE)
         return Done()
 
-    async def _open_version(self, rank: Rank, body: OpenVersion) -> Answer:
+    async def _open_version(self, rank: Rank, body: state_rank.OpenVersion) -> Answer:
         answer = await self._parts.weights.open(rank.wpg, body)
         if body.is_ahead:
             return answer
@@ -423,22 +378,22 @@ class StateManager:
 
     # --- the agent ---
 
-    async def _write_seal(self, body: WriteSeal) -> Sealed:
+    async def _write_seal(self, body: state_agent.WriteSeal) -> state_agent.Sealed:
         with metrics.timed(metrics.SEAL_DURATION, node=self._ledger.node):
             sealed = await self._parts.sealer.write(body)
             await self._parts.replicator.replicate(body)
             return sealed
 
-    async def _prefetch(self, body: Prefetch) -> None:
+    async def _prefetch(self, body: state_agent.Prefetch) -> None:
         wpg = self._residency.current(body.deployment, body.incarnation)
         self._parts.tiering.hint(wpg, body)
 
-    async def _register_wpg(self, request: RegisterWpg) -> None:
+    async def _register_wpg(self, request: state_agent.RegisterWpg) -> None:
         replaced = self._residency.register(request)
         if replaced is not None:
             self._ranks.retire(replaced, f"fenced by incarnation {request.incarnation}")
 
-    async def _drop_wpg(self, request: DropWpg) -> None:
+    async def _drop_wpg(self, request: state_agent.DropWpg) -> None:
         key = request.deployment
         wpg = self._residency.drop(key, request.incarnation)
         if wpg is not None:
@@ -453,14 +408,14 @@ class StateManager:
             self._residency.forget(key)
             await self._parts.weights.leave_job(key.job_key)
 
-    async def _status(self, _: StatusRequest) -> StatusReport:
+    async def _status(self, _: state_agent.StatusRequest) -> state_agent.StatusReport:
         records, memory, residency = self._records, self._parts.memory, self._residency
         records.validate()
         memory.validate()
         memory.check_holders(records.extents())
         budgets = residency.device_budget_bytes
         owned_bytes, held_bytes = records.owned_bytes()
-        return StatusReport(
+        return state_agent.StatusReport(
             device_budget_bytes=budgets,
             device_used_bytes=[residency.device_used_bytes(d) for d in range(len(budgets))],
             host_budget_bytes=memory.budget_bytes,
@@ -480,9 +435,15 @@ class StateManager:
 
 def _is_leader_only(body: StateMessage) -> bool:
     """Whether only the first rank of a deployment here may send the message."""
-    if isinstance(body, CreateVersion | CommitVersion):
+    if isinstance(body, state_rank.CreateVersion | state_rank.CommitVersion):
         return not body.version.part
-    return isinstance(body, TakeSnapshot | WriteCheckpoint | PruneCheckpoints | RemoveCheckpoint)
+    return isinstance(
+        body,
+        state_rank.TakeSnapshot
+        | state_rank.WriteCheckpoint
+        | state_rank.PruneCheckpoints
+        | state_rank.RemoveCheckpoint,
+    )
 
 
 def _in_thread(work: Callable[..., T]) -> Callable[..., Awaitable[T]]:
