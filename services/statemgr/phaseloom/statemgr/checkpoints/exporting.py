@@ -31,7 +31,6 @@ from phaseloom.common.contract.state_rank import (
 )
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import error_boundary
-from phaseloom.statemgr.checkpoints import pins
 from phaseloom.statemgr.checkpoints.files import Checkpoints, name_taken, writing
 from phaseloom.statemgr.checkpoints.marker import Marker
 from phaseloom.statemgr.checkpoints.shards import Written, write_state
@@ -412,4 +411,4 @@ class Exporter:
             self._staging.free(snapshot)
         self._locks.pop(key, None)
         await asyncio.to_thread(self._parts.forget, key)
-        await asyncio.to_thread(pins.forget, self._checkpoints, key)
+        await asyncio.to_thread(self._checkpoints.forget_pins, key)

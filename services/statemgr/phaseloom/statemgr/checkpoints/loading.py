@@ -44,9 +44,8 @@ from phaseloom.common.tensors.safetensors import (
     index_name,
 )
 from phaseloom.common.tensors.tensortable import ALIGNMENT_BYTES, TensorTable
-from phaseloom.statemgr.checkpoints import pins
 from phaseloom.statemgr.checkpoints.assembly import global_shape, is_sound, slot_runs
-from phaseloom.statemgr.checkpoints.files import Checkpoints, marker_of
+from phaseloom.statemgr.checkpoints.files import Checkpoints, marker_of, unpin
 from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, MARKER_FILE, FileSums
 from phaseloom.statemgr.checkpoints.shards import (
     ADAPTER,
@@ -93,14 +92,14 @@ class Loader:
             directory = await asyncio.to_thread(self.checkpoints.existing, key, request.name)
             return await self._read(rank, request, directory)
         pinned = await asyncio.to_thread(
-            pins.pin, self.checkpoints, wpg.key, key, request.name, request.load
+            self.checkpoints.pin, wpg.key, key, request.name, request.load
         )
         try:
             answer = await self._read(rank, request, pinned.directory)
         except BaseException:
-            await asyncio.to_thread(pins.unpin, pinned)
+            await asyncio.to_thread(unpin, pinned)
             raise
-        await asyncio.to_thread(pins.prune, self.checkpoints, wpg.key)
+        await asyncio.to_thread(self.checkpoints.prune_pins, wpg.key)
         return answer
 
     async def _read(self, rank: Rank, request: ReadCheckpoint, directory: Path) -> CheckpointRead:
