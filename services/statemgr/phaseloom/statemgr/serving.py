@@ -3,9 +3,9 @@
 Bytes are gathered from memory, or read from disk, as they are sent. The content that a stream has
 opened stays available until the stream ends. Each byte crosses to another site once: the server
 assigns it to one node there, and gives the other nodes that node's name and the checksum
-(`assignment.py`). A node also serves to its peers what it has fetched, or is fetching, for its own
-ranks. If client and server both have an earlier version, a batch that differs little is sent as a
-delta (`transfer/delta.py`).
+(`assignment.py`). A node also serves to its peers the versions and slices that it has fetched, or
+is fetching, for its own ranks. If client and server both have an earlier version, a batch that
+differs little is sent as a delta (`transfer/delta.py`).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Server:
             payload = await _next_request(stream)
 
     async def _handle_first(self, stream: Stream, payload: bytes) -> bool:
-        """Answer a first request, and the requests on what it opened.
+        """Answer a first request, and the requests on the object that it opened.
 
         Returns: whether the stream starts over, as after a description.
         """

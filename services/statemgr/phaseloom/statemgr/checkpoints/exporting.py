@@ -1,9 +1,8 @@
-"""Checkpoints made while work goes on: a snapshot of the state, then its files in the background.
+"""Checkpoints made while work continues: a snapshot of the state, then its files in the background.
 
-A snapshot does not change, whatever happens to the ranks later, and neither their death nor a kill
-of this daemon loses it: it is in this node's manifest. The operation that asked for the checkpoint
-is answered once the files are on disk; if the operation comes again, it waits for the write that is
-under way, or finds it done.
+A snapshot never changes, and survives both its ranks and a kill of this daemon, because it is part
+of the node's manifest. The operation that requested the checkpoint is answered once the files are
+on disk. If the operation comes again, it waits for the write that is under way, or finds it done.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ class SavedState:
         """Read a part of a layout of its weights into memory, verified.
 
         Args:   slots: the layout.
-                start: where the part begins in the layout.
+                start: offset of the part in the layout.
         Raises: ResourceError: DATA_LOSS.
         """
         end = start + len(memory)

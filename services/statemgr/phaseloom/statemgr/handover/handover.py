@@ -1,10 +1,10 @@
-"""Handover: taking over what a killed state manager held, from the handles that its agent kept.
+"""Handover: takes over the state of a killed state manager, from the handles that its agent kept.
 
-The manifest says what was in memory, but everything is verified first. A weights version is adopted
-if its digest is right. Each rank of a deployment comes back and says where its state is: in its
-heap, which only the rank knows, or in its host copy, whose digest must be right. The digest of a
-dirty host copy is taken now. A deployment is lost, and its ranks are cut off, if a rank stays away
-or a copy is bad.
+The manifest lists what was in memory, but everything is verified first. A weights version is
+adopted if its digest is right. Each rank of a deployment comes back and reports the location of its
+state: its heap, which only the rank knows, or its host copy, whose digest must be right. The digest
+of a dirty host copy is taken now. A deployment is lost, and its ranks are cut off, if a rank stays
+away or a copy is bad.
 """
 
 from __future__ import annotations
@@ -406,7 +406,7 @@ class Handover:
             self.ledger.announce()
 
     async def finish(self, timeout_s: float) -> list[DeploymentKey]:
-        """Wait for the ranks. Those that do not come back in time are lost.
+        """Wait for the ranks. A rank that does not come back in time is lost.
 
         Returns: the deployments that are lost with this handover.
         """

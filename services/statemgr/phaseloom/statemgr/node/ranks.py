@@ -42,6 +42,8 @@ class _NoAnswer(ResourceError):
 
 
 class Ranks:
+    """Calls the connected ranks, and ends incarnations."""
+
     def __init__(
         self,
         ledger: Ledger,
@@ -162,7 +164,7 @@ class Ranks:
     # --- the end of incarnations -----------------------------------------------------------------
 
     def retire(self, wpg: Wpg, reason: str) -> None:
-        """End an incarnation: cut its ranks off and free what it held. Idempotent."""
+        """End an incarnation: cut its ranks off and free its memory. Idempotent."""
         self._residency.lose(wpg)
         for rank in wpg.ranks:
             peer = self.connected.pop(rank, None)

@@ -117,8 +117,8 @@ class RankMemory:
         return MemoryLent(loan.is_host_copy), [fd]
 
     def _lend_copy(self, rank: Rank, request: BorrowMemory) -> bool:
-        """Lend a frozen rank its host copy if that is what it needs. Nobody overwrites a frozen
-        copy, and its memory stays while a loan holds it."""
+        """Lend a frozen rank its host copy if it has the requested state. Nobody overwrites a
+        frozen copy, and its memory stays while a loan holds it."""
         copy = rank.copy
         if not rank.frozen or copy is None or rank.is_below or rank.applied != request.copy_at:
             return False
