@@ -65,19 +65,19 @@ class Assignment:
         assigned_bytes = 0
         for number, (box, num_bytes) in enumerate(boxes):
             assigned = self._assigned.setdefault(box.name, _Assigned())
-            own, peer_boxes = _divide(assigned.near(box), box, failed, peer)
-            if len(own) + len(peer_boxes) > _MAX_FRAGMENTS:
-                own, peer_boxes = [box], []
-            assigned_bytes += num_bytes if own else 0
+            granted, peer_boxes = _divide(assigned.near(box), box, failed, peer)
+            if len(granted) + len(peer_boxes) > _MAX_FRAGMENTS:
+                granted, peer_boxes = [box], []
+            assigned_bytes += num_bytes if granted else 0
             if assigned_bytes > limit_bytes and shares.own_boxes:
                 break
             if not peer_boxes:
-                own = [box]  # not split
+                granted = [box]  # not split
             shares.num_boxes += 1
-            shares.own_boxes += [(number, fragment) for fragment in own]
+            shares.own_boxes += [(number, fragment) for fragment in granted]
             for fragment, holder in peer_boxes:
                 shares.peer_boxes.setdefault(holder, []).append((number, fragment))
-            for fragment in own:
+            for fragment in granted:
                 assigned.add(fragment, peer)
         return shares
 
