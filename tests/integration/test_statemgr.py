@@ -389,7 +389,7 @@ async def test_seal_is_refused_when_another_seq_was_applied(short_dir: Path) -> 
         with pytest.raises(CallerError, match="has applied 3, not 2") as caught:
             await d.agent.prepare_seal(POLICY, 1, 2)
         assert caught.value.info.code is Code.FAILED_PRECONDITION
-        with pytest.raises(CallerError, match=r"no copy .* is prepared"):
+        with pytest.raises(CallerError, match=r"no seal .* is prepared"):
             await d.agent.write_seal(POLICY, 1, 2, [])
         await d.agent.switch_out(POLICY, 1, 1)  # nothing holds the copy back
 
