@@ -29,11 +29,11 @@ def round_of(units: int, speed: float, *, train: float = 1.5, beside: float = 1.
     found = Round()
     for step in steps(units):
         slow = train if step.kind == "train" and step.count < units else 1.0
-        if step.other:
+        if step.neighbour:
             rest = units - step.count
-            other = train if step.other == "train" and rest < units else 1.0
-            found.beside[step.kind, step.count, step.other] = speed * slow * beside
-            found.beside[step.other, rest, step.kind] = speed * other * beside
+            slow_neighbour = train if step.neighbour == "train" and rest < units else 1.0
+            found.together[step.kind, step.count, step.neighbour] = speed * slow * beside
+            found.together[step.neighbour, rest, step.kind] = speed * slow_neighbour * beside
         else:
             found.alone[step.kind, step.count] = speed * slow
     return found

@@ -83,10 +83,10 @@ def run_and_show(
     with _bar(console) as progress:
         task = progress.add_task(name, total=None, what="")
 
-        def advance(what: str, done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total, what=what)
+        def advance(step: str, done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total, what=step)
             if not console.is_terminal:
-                console.print(f"{done}/{total} {what}")
+                console.print(f"{done}/{total} {step}")
 
         report = run(replace(options, advance=advance))
     path = write(report, out)

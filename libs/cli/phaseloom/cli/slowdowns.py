@@ -47,7 +47,7 @@ class Round:
 
     alone: dict[tuple[str, int], float] = field(default_factory=dict)
     """(kind, number of units) → seconds."""
-    beside: dict[tuple[str, int, str], float] = field(default_factory=dict)
+    together: dict[tuple[str, int, str], float] = field(default_factory=dict)
     """(kind, its number of units, kind on the remaining units) → seconds."""
 
 
@@ -57,7 +57,7 @@ class Step:
 
     kind: str
     count: int
-    other: str = ""
+    neighbour: str = ""
 
 
 def measure_slowdown(
@@ -195,7 +195,7 @@ def table_of(rounds: Sequence[Round], units: int, source: str) -> SlowdownTable:
         )
     ratios: dict[tuple[str, str], list[float]] = {}
     for current in rounds:
-        for (kind, count, neighbour), seconds in current.beside.items():
+        for (kind, count, neighbour), seconds in current.together.items():
             ratios.setdefault((kind, neighbour), []).append(seconds / current.alone[kind, count])
     return SlowdownTable(
         source,
@@ -294,14 +294,14 @@ def _measure(
     until_s = from_s + seconds
     first_units, second_units = [*range(step.count)], [*range(step.count, cores)]
     workers[0].send(MeasureRequest(step.kind, first_units, from_s, until_s))
-    if not step.other:
+    if not step.neighbour:
         current.alone[step.kind, step.count] = workers[0].receive().seconds
         return
-    workers[1].send(MeasureRequest(step.other, second_units, from_s, until_s))
+    workers[1].send(MeasureRequest(step.neighbour, second_units, from_s, until_s))
     first, second = workers[0].receive().seconds, workers[1].receive().seconds
-    current.beside[step.kind, len(first_units), step.other] = first
+    current.together[step.kind, len(first_units), step.neighbour] = first
     # If both have the same kind and number of units, the second result adds no information.
-    current.beside.setdefault((step.other, len(second_units), step.kind), second)
+    current.together.setdefault((step.neighbour, len(second_units), step.kind), second)
 
 
 def _source(cores: int, rounds: int, config: Path | None) -> str:

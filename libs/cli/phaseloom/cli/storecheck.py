@@ -143,7 +143,7 @@ def newest_mark(nodes: Path) -> int:
     return max((read_mark(node) for node in nodes.glob("*/")), default=0)
 
 
-async def check_when_up(bus: Bus, marks: StoreMarks, known: int) -> LogExtent:
+async def check_when_up(bus: Bus, marks: StoreMarks, log_mark: int) -> LogExtent:
     """Check the streams and the store of NATS servers that have just started.
 
     Retries until they answer: servers that replicate streams first have to elect leaders.
@@ -151,10 +151,10 @@ async def check_when_up(bus: Bus, marks: StoreMarks, known: int) -> LogExtent:
     Args, returns, raises: as for `check_store` and `StoreMarks.check`.
     """
     await until_done(partial(marks.check, bus), "check the streams")
-    return await until_done(partial(check_store, bus, known), "check the store")
+    return await until_done(partial(check_store, bus, log_mark), "check the store")
 
 
-async def check_store(bus: Bus, known: int = 0) -> LogExtent:
+async def check_store(bus: Bus, log_mark: int = 0) -> LogExtent:
     """Check that the decision log is complete and that all keys can be read.
 
     Args:    known: a sequence number that the log is known to have reached.
@@ -167,9 +167,9 @@ async def check_store(bus: Bus, known: int = 0) -> LogExtent:
             await _check_keys(bus, bucket)
     snapshot = await Snapshots(bus).load()
     if snapshot is not None:
-        known = max(known, snapshot.manifest.sequence)
-    if extent.last < known:
-        raise log_end_lost(known, extent.last)
+        log_mark = max(log_mark, snapshot.manifest.sequence)
+    if extent.last < log_mark:
+        raise log_end_lost(log_mark, extent.last)
     begins = snapshot.manifest.sequence + 1 if snapshot else 1
     if extent.first > begins:
         raise ResourceError(

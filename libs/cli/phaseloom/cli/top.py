@@ -248,8 +248,8 @@ class Dashboard:
 
 
 def _deployment_text(deployment: DeploymentStatus) -> str:
-    here = f"{deployment.name} {deployment.state} {deployment.node}".strip()
-    return f"{here} (moves {deployment.moving})" if deployment.moving else here
+    text = f"{deployment.name} {deployment.state} {deployment.node}".strip()
+    return f"{text} (moves {deployment.moving})" if deployment.moving else text
 
 
 def _table(*columns: str) -> Table:
