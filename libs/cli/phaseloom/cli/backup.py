@@ -222,6 +222,7 @@ def _copy_run(run_dir: Path, target: Path, *, runs: bool) -> float:
     if not runs:
         mirror.update(is_paused=True)
         return 0.0
+    # Each pass copies what changed during the one before, so that little is left for the pause.
     for _ in range(_MAX_PASSES):
         if mirror.update(is_paused=False) <= _MAX_LAST_BYTES:
             break

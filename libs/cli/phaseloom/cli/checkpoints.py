@@ -195,6 +195,7 @@ async def _call(settings: BusConfig, tenant: str, call: str, request: object, ki
 async def _download(
     settings: BusConfig, tenant: str, request: api.CheckpointRequest, file: Path
 ) -> int:
+    # Written under another name first, so that `file` never exists incomplete.
     part = file.with_name(f".{file.name}.part")
     async with open_bus(settings, "checkpoints") as bus:
         opened = await _request(bus, tenant, "checkpoint.archive", request, api.OpenedArchive)

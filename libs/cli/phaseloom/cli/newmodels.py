@@ -29,6 +29,7 @@ def new_directory(directory: Path) -> Iterator[Path]:
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
+        # Fails now instead of after minutes of work if the directory cannot be created.
         partial.mkdir(parents=True)
         partial.rmdir()
     except OSError as error:

@@ -67,6 +67,7 @@ class Readiness:
 
     async def _wait_for_nodes(self) -> None:
         expected = self._nodes()
+        # Entries before `begins_at` are of earlier runs, whose nodes may have been up.
         async with aclosing(self.bus.log.read(self.begins_at)) as entries:
             async for entry in entries:
                 if isinstance(entry.event, NodeUp):

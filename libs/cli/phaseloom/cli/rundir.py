@@ -59,6 +59,7 @@ def _point_at(run_dir: Path) -> None:
     partial = run_dir.with_name(f".latest.{os.getpid()}")
     partial.unlink(missing_ok=True)
     partial.symlink_to(run_dir.name)
+    # A rename replaces the old link atomically; a link cannot be overwritten in place.
     partial.replace(run_dir.with_name("latest"))
 
 

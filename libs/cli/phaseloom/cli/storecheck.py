@@ -70,6 +70,7 @@ class StoreMarks:
 
         Raises: ResourceError: DATA_LOSS: a stream has lost its newest messages.
         """
+        # A follower may answer with older numbers for this long.
         sure_at_s = time.monotonic() + bus.lag_s
         while True:
             ends = await self._ends(bus)
@@ -157,7 +158,7 @@ async def check_when_up(bus: Bus, marks: StoreMarks, log_mark: int) -> LogExtent
 async def check_store(bus: Bus, log_mark: int = 0) -> LogExtent:
     """Check that the decision log is complete and that all keys can be read.
 
-    Args:    known: a sequence number that the log is known to have reached.
+    Args:    log_mark: a sequence number that the log is known to have reached.
     Returns: the first and last sequence number of the log.
     Raises:  ResourceError: DATA_LOSS: something is lost; the message says what.
     """

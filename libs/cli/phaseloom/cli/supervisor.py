@@ -338,6 +338,7 @@ class Mesh:
         assert self._supervising is not None
         agents = [c for c in self._children if _is_named(c.spec.name, "worker")]
         remaining = [c for c in self._children if c not in agents]
+        # Agents still report to the scheduler and their state managers while they stop.
         for stage in (agents, remaining):
             if not self._supervising.done():
                 await asyncio.gather(*(child.stop(_STOP_TIMEOUT_S) for child in stage))
