@@ -123,7 +123,7 @@ def test_error_of_phaseloom_ends_with_code_1_in_one_line(tmp_path: Path) -> None
         (("simulate", "--workload", "jobs.csv", "--out", "/proc/x"), "No such file or directory"),
         (("simulate", "plexrl-hrrs"), "python -m loadtest simulate plexrl-hrrs"),
         (("model", "convert", "/proc/x"), "/proc/x cannot be created"),
-        (("demo", "--steps", "0"), "0 steps train nothing"),
+        (("demo", "--steps", "0"), "steps must be at least 1, got 0"),
     ],
 )
 def test_what_cannot_be_written_or_run_is_said_in_one_line(

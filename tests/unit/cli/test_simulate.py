@@ -63,7 +63,7 @@ def test_figure_of_a_paper_is_answered_with_its_command() -> None:
 
 
 def test_missing_workload_and_unknown_policy_are_refused(workload: Path, tmp_path: Path) -> None:
-    with pytest.raises(CallerError, match="no workload is given"):
+    with pytest.raises(CallerError, match="workload is required"):
         simulate(out=tmp_path)
     with pytest.raises(CallerError) as refused:
         simulate(workload=workload, policy=("lottery",), out=tmp_path)

@@ -141,7 +141,7 @@ async def test_children_end_when_the_run_is_cancelled(tmp_path: Path) -> None:
 async def test_controller_that_never_says_done_failed(tmp_path: Path) -> None:
     with pytest.raises(ExceptionGroup) as failed:
         await Run(tmp_path, "mute").controllers.run()
-    assert "never said that it is done" in str(failed.value.exceptions[0])
+    assert "exited without reporting `done`" in str(failed.value.exceptions[0])
 
 
 def test_result_needs_a_done_line() -> None:

@@ -38,12 +38,12 @@ def test_jobs_come_by_arrival_and_columns_in_any_order() -> None:
 @pytest.mark.parametrize(
     ("row", "column", "what"),
     [
-        (ROW.replace("300.0", "fast"), "R", "'fast' is not a number"),
-        (ROW.replace("60.0,", "0,"), "T", "0 is not above 0"),
-        (ROW.replace("1.4", "0.9"), "slo", "less than 1"),
-        (ROW.replace("1.5,2.0", "-1,2.0"), "arrival", "-1 is not 0 or more"),
-        (ROW.replace("14B,2,", "14B,2.5,"), "nr", "'2.5' is not a whole number above 0"),
-        (ROW.replace("445.4", "nan"), "mr", "nan is not 0 or more"),
+        (ROW.replace("300.0", "fast"), "R", "must be a number, got 'fast'"),
+        (ROW.replace("60.0,", "0,"), "T", "must be greater than 0, got 0"),
+        (ROW.replace("1.4", "0.9"), "slo", "must be 0 or at least 1"),
+        (ROW.replace("1.5,2.0", "-1,2.0"), "arrival", "must be at least 0, got -1"),
+        (ROW.replace("14B,2,", "14B,2.5,"), "nr", "must be an integer of at least 1, got '2.5'"),
+        (ROW.replace("445.4", "nan"), "mr", "must be at least 0, got nan"),
         (ROW.rpartition(",")[0], "mt", "is empty"),
     ],
 )
@@ -56,11 +56,11 @@ def test_bad_row_names_its_line_and_column(row: str, column: str, what: str) -> 
 
 
 def test_table_without_its_columns_or_its_rows_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CallerError, match="no column 'slo', 'mt'"):
+    with pytest.raises(CallerError, match="lacks the column 'slo', 'mt'"):
         workloadfile.parse(["id,arrival,dur,profile,size,R,T,model,nr,nt,mr"], "here")
-    with pytest.raises(CallerError, match="no jobs"):
+    with pytest.raises(CallerError, match="contains no jobs"):
         workloadfile.parse([HEAD], "here")
-    with pytest.raises(CallerError, match="'job-7' comes twice"):
+    with pytest.raises(CallerError, match="'job-7' is used twice"):
         workloadfile.parse([HEAD, ROW, ROW], "here")
     with pytest.raises(CallerError, match="cannot be read"):
         workloadfile.read(tmp_path / "none.csv")

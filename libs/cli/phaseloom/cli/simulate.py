@@ -56,7 +56,7 @@ def simulate(
 
     if scenario:
         raise CallerError(
-            f"scenario {scenario!r} is not a part of the installed product",
+            f"scenario {scenario!r} is not part of the product",
             field="scenario",
             remedy=f"run `python -m loadtest simulate {scenario}` in a clone of the repository, or "
             "name a workload of your own with --workload",

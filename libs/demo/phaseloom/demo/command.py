@@ -83,45 +83,47 @@ async def demo(
 ) -> int:
     """Train two GRPO jobs that share a mesh of two devices.
 
-    The exit code is 0 where everything held, else 1.
+    The exit code is 0 if every check passed, otherwise 1.
 
     Parameters
     ----------
     baseline
         Also run each job alone first, and compare.
     steps
-        GRPO steps of each job. Without it: as many as the example is tuned to.
+        GRPO steps of each job. Default: the number that the example is tuned for.
     seed
-        What all random choices are drawn from.
+        Seed of all random choices.
     run_dir
-        Where to leave the results. Without it: `runs/<time>`, which becomes `runs/latest`.
+        Directory for the results. Default: `runs/<time>`, which becomes `runs/latest`.
     jobs
-        Tasks of `examples/grpo.py`; a job is called like its task.
+        Tasks of `examples/grpo.py`. Each job has the name of its task.
     placement
-        Policy that decides which nodes a job is pinned to, and with whom.
+        Policy that decides which nodes a job is pinned to, and which other jobs share them.
     ordering
         Policy that decides which ready operation a device runs next.
     pretrained
-        Directory of a model that both jobs start from, in place of a tiny one from a seed. It takes
-        some GB of memory, and minutes.
+        Directory of a model that both jobs start from, instead of a tiny one made from a seed. It
+        takes some GB of memory and several minutes.
     vllm
-        The Python that has vLLM, for rollouts on it. Without it: they run on `sampler`.
+        Python interpreter of an environment with vLLM, to run rollouts on vLLM. Default: the
+        backend `sampler`.
     adapter
-        Rank of the LoRA adapter that each job trains on that model. Without it: jobs train all of
-        its weights.
+        Rank of the LoRA adapter that each job trains on that model. Default: jobs train all
+        weights.
     spatial
-        Run two jobs on one device of two cores instead, by turns and side by side.
+        Instead run two jobs on one device of two cores, in turns and at the same time.
     setting
-        Which jobs share that device: `steady`, the demo's own, which always have work; `tools`,
-        jobs that wait for tools; `memory`, where one training does not fit beside the other;
-        `no-gain`, with a table by which sharing does not pay. All but `steady` imply `--spatial`.
+        The jobs that share that device: `steady`, jobs that always have work; `tools`, jobs that
+        wait for tools; `memory`, two jobs whose trainings do not fit on the device together;
+        `no-gain`, a table of slowdowns by which sharing does not pay. All except `steady` imply
+        `--spatial`.
     multiplexing
         With `--spatial`, a policy to compare with `off` and `static`; may be given several times.
     rounds
-        With `--spatial`, how often each policy is measured.
+        With `--spatial`, how often to measure each policy.
     slowdowns
-        With `--spatial`, the table by which operations are put side by side. Without it: one of two
-        cores that comes with the simulator.
+        With `--spatial`, the table of slowdowns to decide by. Default: the one for two cores that
+        comes with the simulator.
     """
     console = Console(highlight=False)
     check_prerequisites()
@@ -131,7 +133,8 @@ async def demo(
     if adapter is not None:
         if pretrained is None or adapter < 1:
             raise CallerError(
-                f"an adapter of rank {adapter} on {pretrained or 'the tiny model'}",
+                "adapter needs a pretrained model and a rank of at least 1, got rank "
+                f"{adapter} and {pretrained or 'no model'}",
                 field="adapter",
                 remedy="name the model's directory with --pretrained, and a rank of 1 or more",
             )
@@ -190,18 +193,20 @@ def _check_spatial(*, has_other_options: bool) -> None:
     """Args: is_other: whether an option is given that the spatial demo lacks."""
     if has_other_options:
         raise CallerError(
-            "the spatial demo is of tiny models and compares runs of its own",
+            "spatial cannot be combined with baseline, pretrained or vllm",
             field="spatial",
-            remedy="leave out baseline, pretrained and vllm",
+            remedy="omit baseline, pretrained and vllm, or omit spatial",
         )
 
 
 def _check_tasks(jobs: tuple[str, ...], steps: int | None) -> None:
     if steps is not None and steps < 1:
-        raise CallerError(f"{steps} steps train nothing", field="--steps", remedy="give 1 or more")
+        raise CallerError(
+            f"steps must be at least 1, got {steps}", field="--steps", remedy="give 1 or more"
+        )
     if not jobs or len(set(jobs)) != len(jobs) or not set(jobs) <= set(TASKS):
         raise CallerError(
-            f"{', '.join(jobs) or 'nothing'} is not what the demo can train",
+            f"jobs must be different tasks of the demo, got {', '.join(jobs) or 'none'}",
             field="--jobs",
             remedy=f"name one or more of {', '.join(TASKS)}, each once",
         )

@@ -140,7 +140,7 @@ def result_of(job: str, lines: Sequence[ControllerLine]) -> JobResult:
     steps = [line for line in lines if line["event"] == "step"]
     done = next((line for line in lines if line["event"] == "done"), None)
     if done is None:
-        raise ResourceError(f"the controller of {job} never said that it is done")
+        raise ResourceError(f"the controller of {job} exited without reporting `done`")
     return JobResult(
         name=job,
         steps=len(steps),
@@ -155,7 +155,7 @@ def result_of(job: str, lines: Sequence[ControllerLine]) -> JobResult:
 
 def _last_line(log_file: Path) -> str:
     lines = log_file.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "its log is empty"
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

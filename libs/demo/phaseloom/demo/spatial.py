@@ -177,26 +177,27 @@ def setting_of(
     """
     if setting not in SETTINGS:
         raise CallerError(
-            f"there is no setting {setting!r}",
+            f"setting {setting!r} is not known",
             field="setting",
             remedy=f"name one of {', '.join(SETTINGS)}",
         )
     compared = [policy for policy in MULTIPLEXING if policy not in (SERIAL, STATIC)]
     if not multiplexing or not set(multiplexing) <= set(compared):
         raise CallerError(
-            f"{', '.join(multiplexing) or 'nothing'} is compared with {SERIAL} and {STATIC}",
+            f"multiplexing must name policies to compare with {SERIAL} and {STATIC}, got "
+            f"{', '.join(multiplexing) or 'none'}",
             field="multiplexing",
-            remedy=f"name some of {', '.join(compared)}",
+            remedy=f"name one or more of {', '.join(compared)}",
         )
     if rounds < 1:
         raise CallerError(
-            f"{rounds} rounds measure nothing", field="rounds", remedy="give 1 or more"
+            f"rounds must be at least 1, got {rounds}", field="rounds", remedy="give 1 or more"
         )
     if slowdowns is not None and not SETTINGS[setting].shares:
         raise CallerError(
-            f"the setting {setting} is one of a table of its own",
+            f"the setting {setting} has its own table of slowdowns",
             field="slowdowns",
-            remedy="leave it out, or name another setting",
+            remedy="omit slowdowns, or name another setting",
         )
     return SETTINGS[setting]
 
@@ -318,14 +319,14 @@ def lines_of(spatial: Spatial) -> list[str]:
         "",
         f"{SETTINGS[spatial.setting].about}; one device of {NUM_CORES} cores, median of "
         f"{len(spatial.ratios)} rounds:",
-        f"  {'by turns':12} {spatial.serial_seconds:7.2f} s{note}",
+        f"  {'in turns':13} {spatial.serial_seconds:7.2f} s{note}",
     ]
     for name, figures in spatial.policies.items():
         rounds = ", ".join(f"{ratio:.2f}" for ratio in figures.ratios)
         lines.append(
-            f"  {'a core entry' if name == STATIC else name:12} {figures.seconds:7.2f} s  "
-            f"{figures.ratio:.2f} times as fast (each round: {rounds}); both jobs at once in "
-            f"{figures.beside:.0%} of the time{_prediction_note(figures.predicted_over)}"
+            f"  {'one core each' if name == STATIC else name:13} {figures.seconds:7.2f} s  "
+            f"{figures.ratio:.2f} times as fast (by round: {rounds}); both jobs at the same time "
+            f"for {figures.beside:.0%} of the run{_prediction_note(figures.predicted_over)}"
         )
     for run in spatial.runs:
         if run.not_predicted:
@@ -346,11 +347,12 @@ def problems(spatial: Spatial) -> list[str]:
     """Return a sentence for each failed expectation. A small gain by sharing is not one."""
     failures = []
     if not spatial.weights_identical:
-        failures.append("final weights depend on how the device was shared")
+        failures.append("a job's final weights differ between runs that shared differently")
     greedy = spatial.policies.get(GREEDY)
     if greedy and not SETTINGS[spatial.setting].shares and greedy.beside > LEAST_BESIDE:
         failures.append(
-            f"{GREEDY} shared the device for {greedy.beside:.0%} of the time, and it does not pay"
+            f"{GREEDY} shared the device for {greedy.beside:.0%} of the time although sharing does "
+            "not pay"
         )
     return failures
 

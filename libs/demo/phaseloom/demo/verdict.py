@@ -39,8 +39,8 @@ def notes(summary: Summary) -> list[str]:
         )
         if summary.saved_percent > summary.bound_saved_percent:
             lines.append(
-                "note: more than the bound means that this machine was slower while the jobs ran "
-                "alone; run it again with nothing else running"
+                "note: the saving exceeds the bound, so this machine was slower while the jobs ran "
+                "alone; run the demo again with nothing else running"
             )
     line = f"whole run, warm-up and evaluations included: {total.seconds:.1f} s"
     if total.saved_percent is not None and total.alone_seconds is not None:
@@ -57,15 +57,14 @@ def notes(summary: Summary) -> list[str]:
     if starts is not None and starts.error_p50 is not None and starts.error_p90 is not None:
         lines.append(
             f"predicted starts (`phaseloom explain`) of {starts.operations} operations that waited "
-            f"for a device: off by {100 * starts.error_p50:.0f} % of the wait at the median, "
+            f"for a device: median error {100 * starts.error_p50:.0f} % of the wait, "
             f"{100 * starts.error_p90:.0f} % at the 90th percentile"
         )
     lasted = summary.predicted_durations
     if lasted is not None and lasted.error_p50 is not None and lasted.error_p90 is not None:
         lines.append(
-            f"predicted durations of {lasted.operations} operations: off by "
-            f"{100 * lasted.error_p50:.0f} % at the median, {100 * lasted.error_p90:.0f} % at the "
-            "90th percentile"
+            f"predicted durations of {lasted.operations} operations: median error "
+            f"{100 * lasted.error_p50:.0f} %, {100 * lasted.error_p90:.0f} % at the 90th percentile"
         )
     return [*lines, *(f"note: {note}" for note in summary.notes)]
 
@@ -131,14 +130,14 @@ def _devices(summary: Summary) -> Table:
     )
     table.add_row("context switches", alone_switches, str(summary.context_switches))
     table.add_row(
-        "seconds switched (of these hidden)",
+        "switch seconds (hidden seconds)",
         "",
         f"{summary.switch_seconds:.2f} ({summary.hidden_switch_seconds:.2f})",
     )
     for node, share in summary.busy_share.items():
         table.add_row(f"{node} busy", _alone_busy(summary, node), f"{100 * share:.1f} %")
     for node, share in summary.waiting_share.items():
-        table.add_row(f"{node} idle beside ready work", "", f"{100 * share:.1f} %")
+        table.add_row(f"{node} idle despite ready work", "", f"{100 * share:.1f} %")
     return table
 
 

@@ -230,7 +230,7 @@ class Nodes:
                 self._ranks.pop(key)
         if command.forget and key not in self._ranks:
             self._meter.unpin(node, str(key), self._agenda.now_s)
-        error = ErrorInfo(Code.UNAVAILABLE, "stopped")
+        error = ErrorInfo(Code.UNAVAILABLE, "the WPG was stopped")
         lost = events.WpgLost(key, command.incarnation, node, error)
         self._agenda.after(self._costs.stop_s, self._append, lost)
 

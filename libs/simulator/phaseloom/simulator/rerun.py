@@ -71,8 +71,8 @@ def makespan_s(
     until_s = window[0] + LONGEST * (window[1] - window[0])
     engine.run(devices, replace(core.state.config, multiplexing=multiplexing), until_s)
     if devices.open:
-        late = f"{len(devices.open)} operations, {min(map(str, devices.open))} too,"
-        raise ValueError(f"{late} have not ended in {LONGEST:.0f} times as long")
+        late = f"{len(devices.open)} operations ({min(map(str, devices.open))} and others)"
+        raise ValueError(f"{late} would not end within {LONGEST:.0f} times the recorded window")
     return devices.ended_s - window[0]
 
 

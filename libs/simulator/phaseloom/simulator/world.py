@@ -172,4 +172,4 @@ class World:
             case Crash():
                 self._controllers[fault.tenant, fault.job].crash()
             case WorkersDie():
-                self._nodes.crash(fault.deployment, "its workers died")
+                self._nodes.crash(fault.deployment, "the workers died")

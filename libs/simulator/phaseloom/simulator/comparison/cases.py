@@ -46,7 +46,7 @@ class Options:
         """Raises: CallerError: the number of processes is negative."""
         if self.processes < 0:
             raise CallerError(
-                f"{self.processes} processes run nothing",
+                f"processes must be at least 0, got {self.processes}",
                 field="processes",
                 remedy="give 1 or more, or 0 for one on each core",
             )
@@ -60,9 +60,9 @@ class Options:
         for policy in self.policies:
             if policy not in available:
                 raise CallerError(
-                    f"{policy!r} is not known to this scenario",
+                    f"policy {policy!r} is not one that this comparison runs",
                     field="policy",
-                    remedy=f"one of {', '.join(available)}",
+                    remedy=f"name one of {', '.join(available)}",
                 )
         return self.policies or available
 

@@ -52,7 +52,7 @@ def compare(options: Options) -> Report:
     """
     if options.workload is None:
         raise CallerError(
-            "no workload is given",
+            "workload is required",
             field="workload",
             remedy="name a CSV file with --workload; docs/simulator.md describes its columns",
         )

@@ -55,18 +55,20 @@ def parse(lines: Iterable[str], source: str) -> list[SimJob]:
     missing = [column for column in COLUMNS if column not in (rows.fieldnames or [])]
     if missing:
         raise CallerError(
-            f"{source}: no column {', '.join(map(repr, missing))}",
+            f"{source} lacks the column {', '.join(map(repr, missing))}",
             field="workload",
-            remedy=f"its first line names the columns: {','.join(COLUMNS)}",
+            remedy=f"name these columns in the first line: {','.join(COLUMNS)}",
         )
     jobs: dict[str, SimJob] = {}
     for row in rows:
         job = _Row(row, f"{source}, line {rows.line_num}").job()
         if job.name in jobs:
-            raise _invalid(f"{source}, line {rows.line_num}", "id", f"{job.name!r} comes twice")
+            raise _invalid(f"{source}, line {rows.line_num}", "id", f"{job.name!r} is used twice")
         jobs[job.name] = job
     if not jobs:
-        raise CallerError(f"{source}: no jobs", field="workload", remedy="one row a job")
+        raise CallerError(
+            f"{source} contains no jobs", field="workload", remedy="add one line for each job"
+        )
     return sorted(jobs.values(), key=lambda job: job.arrival_s)
 
 
@@ -81,7 +83,7 @@ class _Row:
         duration_s = self._number("dur", above=0.0) * _HOUR_S
         slo = self._number("slo")
         if 0 < slo < 1:
-            raise _invalid(self._source, "slo", "less than 1 would be faster than alone")
+            raise _invalid(self._source, "slo", "must be 0 or at least 1")
         name = self._text("id")
         return SimJob(
             name=f"job-{name}" if name.isdigit() else name,
@@ -107,16 +109,16 @@ class _Row:
         try:
             number = float(text)
         except ValueError:
-            raise _invalid(self._source, column, f"{text!r} is not a number") from None
+            raise _invalid(self._source, column, f"must be a number, got {text!r}") from None
         if not math.isfinite(number) or number < 0 or (above is not None and number <= above):
-            limit = "above 0" if above is not None else "0 or more"
-            raise _invalid(self._source, column, f"{text} is not {limit}")
+            limit = "greater than 0" if above is not None else "at least 0"
+            raise _invalid(self._source, column, f"must be {limit}, got {text}")
         return number
 
     def _count(self, column: str) -> int:
         text = self._text(column)
         if not text.isdigit() or int(text) < 1:
-            raise _invalid(self._source, column, f"{text!r} is not a whole number above 0")
+            raise _invalid(self._source, column, f"must be an integer of at least 1, got {text!r}")
         return int(text)
 
 
@@ -124,5 +126,5 @@ def _invalid(source: str, column: str, problem: str) -> CallerError:
     return CallerError(
         f"{source}, column {column!r}: {problem}",
         field=f"workload.{column}",
-        remedy=f"{column} is: {COLUMNS[column]}",
+        remedy=f"the column holds: {COLUMNS[column]}",
     )
