@@ -546,7 +546,7 @@ async def test_flipped_bit_is_found_named_and_never_loaded(short_dir: Path) -> N
             ("model.safetensors", 4096 + 5, "a.weight"),
             ("model.safetensors", -3, "b.weight"),
             ("model.safetensors", 30, "model.safetensors"),
-            ("model.safetensors", 4000, "its header"),
+            ("model.safetensors", 4000, "header"),
             ("training.safetensors", 4096 + BLOCK_BYTES - 1, "a.weight.grad"),
             ("operation.json", 40, "its checksum"),
             ("operation.json", -20, "its checksum"),
