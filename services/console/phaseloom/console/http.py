@@ -189,7 +189,7 @@ def _cursor(request: web.Request, origin_s: float) -> int | None:
 
 @routes.get("/api/explain/{what}")
 async def _explain(request: web.Request) -> web.StreamResponse:
-    """Return why a job (`<tenant>.<job>`) is where it is, or what an operation waits for."""
+    """Explain the state of a job (`<tenant>.<job>`), or what an operation waits for."""
     caller = request.app[KEYS].of_request(request)
     target = request.match_info["what"]
     client = request.app[SHELL].bus.client
@@ -218,8 +218,7 @@ async def _trace(request: web.Request) -> web.StreamResponse:
 
 @routes.get("/api/nodes")
 async def _nodes(request: web.Request) -> web.StreamResponse:
-    """Return the state that each node holds, by tier. A tenant sees its own state and the
-    totals."""
+    """Return the state stored on each node, by tier. A tenant sees its own state and the totals."""
     tenant = request.app[KEYS].of_request(request).tenant
     reports = await request.app[SHELL].reports()
     return _json(request, {name: _seen_by(tenant, report) for name, report in reports.items()})

@@ -31,7 +31,7 @@ class ConsoleConfig(msgspec.Struct, frozen=True):
     keys: dict[str, str] = {}
     """Tenants by key. A key shows its tenant's jobs."""
     host: str = "127.0.0.1"
-    """The address to listen at."""
+    """The address to listen on."""
     history: int = HISTORY
     """Number of operations, and of context switches, kept for pages that are opened later."""
 

@@ -1,7 +1,7 @@
 """The console's shell: follows the log, the job views and the notices, and feeds the view.
 
 Nobody waits for the console, so it reads many entries at once. A page may also ask why an operation
-waits or which state a node holds; the shell forwards these questions to the services on behalf of
+waits or what state a node stores. The shell forwards these questions to the services on behalf of
 the caller's tenant.
 """
 
@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 
 _READ_PAUSE_S = 0.1
 _NUM_NOTICES = 50
-"""Notices from before the console's start that it still shows."""
+"""Number of notices from before the console's start that it still shows."""
 _SPAN_BYTES = 2**25
-"""Newest bytes of each span file that are searched for an operation."""
+"""Number of bytes at the end of each span file that are searched for an operation."""
 _REPORT_TIMEOUT_S = 2.0
 _REPORTS_AGE_S = 1.0
 """Time for which node reports are cached for all pages."""

@@ -1,4 +1,4 @@
-"""An outbox for traces: a separate task sends them, so adding one never waits.
+"""An outbox for traces. A separate task sends them, so adding a trace never waits.
 
 Only a job's newest trace matters. If the server is slow or away, a newer trace replaces the waiting
 one, so memory is bounded by the number of jobs.
@@ -14,8 +14,8 @@ from phaseloom.common.contract.ids import JobKey
 from phaseloom.profiler.core.profile import Emission
 
 _MAX_AT_ONCE = 32
-"""Maximum concurrent requests. Sent one at a time, each would wait for the connection's next
-read."""
+"""Maximum number of concurrent requests. Sequential requests would each wait for the connection's
+next read."""
 
 
 class Outbox:

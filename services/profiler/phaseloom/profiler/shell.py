@@ -1,11 +1,11 @@
 """The profiler's shell: reads the decision log, folds it, and sends traces and views.
 
 The fold never waits for the server, so it keeps up with the log. Traces (for the scheduler) and
-views (for people) have an outbox each, so neither waits for the other.
+views (for people) each have their own outbox, so neither waits for the other.
 
 After a restart the fold starts again at the beginning of the log. Traces of that time are already
-in the log and are recognised by message id. If the previous process died before appending a trace,
-it is appended once the fold has caught up; only the newest trace of each job is.
+in the log and are recognized by message id. If the previous process died before appending a trace,
+this one appends it after catching up with the log, but only the newest trace of each job.
 """
 
 from __future__ import annotations

@@ -30,13 +30,13 @@ from phaseloom.console.core.wire import TICK_S, Decision
 HISTORY = 100_000
 NUM_DECISIONS = 1000
 NUM_REPORTS = 4000
-"""The number of reports that are kept of each job."""
+"""Maximum number of reports kept of each job."""
 
 _SLOW_S = 1.0
 """Seconds between two updates of jobs and nodes to a page."""
 _SILENCE_S = 5.0
-"""Seconds after which a page gets an update although nothing is new, so that it sees the link
-hold."""
+"""Seconds after which a page gets an update even if nothing changed, to show that the connection
+is alive."""
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ class _Counts:
 
 
 class _Newest(deque[T]):
-    """The newest items of a sequence, and the number that there have ever been."""
+    """The newest items of a sequence, and the total number of items added so far."""
 
     def __init__(self, length: int) -> None:
         super().__init__(maxlen=length)
@@ -82,7 +82,7 @@ class _Newest(deque[T]):
         self.num_ever += 1
 
     def since(self, number: int) -> Iterable[T]:
-        """The items after the first `number` ever, as far as they are kept."""
+        """Return the items after the first `number`, without those that were already dropped."""
         return islice(self, max(0, len(self) - (self.num_ever - number)), None)
 
 
@@ -92,7 +92,7 @@ class View:
 
     history: int = HISTORY
     origin_s: float = 0.0
-    """The time of the first event, Unix seconds; 0: there was none."""
+    """Time of the first event, in Unix seconds; 0: no event yet."""
     _activity: Activity = field(default_factory=Activity)
     _newest: _Newest[_Operation | _Activation | Decision | wire.ReportRow] = field(init=False)
     _decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=NUM_DECISIONS))
@@ -182,7 +182,7 @@ class View:
         counts.num_failed += execution.outcome is not Outcome.COMPLETED
         counts.device_s += sum(execution.busy_s.values())
 
-    # --- what is told ---------------------------------------------------------------------------
+    # --- updates of pages -----------------------------------------------------------------------
 
     def update(
         self, now_s: float, *, since: int | None = None, tenant: str = "", with_jobs: bool = True
@@ -260,7 +260,7 @@ class View:
 
 @dataclass(slots=True)
 class Listener:
-    """The state of one open page, from which its next update follows.
+    """The state of one open page, which determines its next update.
 
     Args: tenant: tenant of the page. Empty: an operator's page.
           since: `cursor` of the page's last update. None: it has none yet.

@@ -40,7 +40,7 @@ class ActivationRow(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
     offload: int
     load: int
     hidden: int
-    """The part of offload and load in which no ready operation waited for the devices."""
+    """Time of the offload and load during which no ready operation waited for the devices."""
     devices: list[int]
     bytes_out: int = 0
     bytes_in: int = 0
@@ -73,7 +73,7 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ReportRow(msgspec.Struct, frozen=True, array_like=True):
-    """The figures that a job's controller has measured at a step."""
+    """Metrics that a job's controller reported for a step."""
 
     job: str
     """`<tenant>.<job>`"""
@@ -153,9 +153,9 @@ class Update(msgspec.Struct, frozen=True, omit_defaults=True):
     reports: list[ReportRow] = []
     heads: list[HeadRow] = []
     nodes: list[NodeRow] | None = None
-    """Every node; None: as before."""
+    """All nodes; None: unchanged."""
     jobs: list[JobRow] | None = None
-    """Every job; None: as before."""
+    """All jobs; None: unchanged."""
 
 
 class Leg(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -164,11 +164,11 @@ class Leg(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str
     """`submit`, `route`, `queue`, `permit`, `switch`, `offload`, `load`, `execute`, `complete`."""
     where: str
-    """The service, and the node and device that it worked for."""
+    """The service that made the span, with the node and device if it worked for one."""
     begin: int
     end: int
     depth: int = 0
-    """Number of spans that enclose it."""
+    """Number of enclosing spans."""
     error: str = ""
 
 

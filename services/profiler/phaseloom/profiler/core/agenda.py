@@ -1,8 +1,8 @@
-"""Rate limiter for profiling jobs: bounds the reviews of all jobs together and forgets none.
+"""Rate limiter for profiling jobs: limits the total rate of reviews and serves every waiting job.
 
-A review computes a job's trace. The job that has been due longest comes first. A short burst is
-allowed, so a few jobs never wait for one another. The caller passes the time. Cost: O(log jobs) per
-review, O(1) if no job is due.
+A review computes a job's trace. The job that has waited longest comes first. Short bursts are
+allowed, so a few jobs never delay one another. The caller passes the time. Cost: O(log jobs) per
+review, O(1) if no job needs one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from phaseloom.common.contract.ids import JobKey
 SPACING_S = 0.1
 """Average time between two reviews, over all jobs."""
 BURST = 20
-"""Reviews allowed in a burst after a pause of `BURST * SPACING_S`."""
+"""Number of reviews allowed at once after a pause of `BURST * SPACING_S`."""
 
 
 class Agenda:
@@ -23,8 +23,9 @@ class Agenda:
         """Heap of (due time, sequence of the entry, job). An entry not in `_waiting` is stale."""
         self._waiting: dict[JobKey, int] = {}
         self._paid_to_s = float("-inf")
-        """Time up to which reviews have been charged: each review adds `SPACING_S`. It may be ahead
-        of the clock by one burst."""
+        """Time up to which reviews have been charged: each review adds `SPACING_S`. It may be up to
+        one
+        burst ahead of the clock."""
 
     def __contains__(self, job: JobKey) -> bool:
         return job in self._waiting

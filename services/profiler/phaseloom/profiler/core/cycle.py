@@ -1,9 +1,9 @@
-"""Finds a job's cycle in the operations that it ran: its period, and its segments on each pool.
+"""Finds a job's cycle from its executed operations: the period, and the segments on each pool.
 
-An RL loop does some things exactly once per turn, whatever else varies. The search merges
-consecutive operations of one kind into an item, tries recurring items as anchors, and calls the
-stretch from one anchor to the next a turn. The most frequent anchor wins if its turns mostly have
-the same items and these items account for most of the job's time:
+An RL loop does some things exactly once per turn, even if everything else varies. The search merges
+consecutive operations of one kind into an item. It tries each recurring item as an anchor and calls
+the stretch from one anchor to the next a turn. The most frequent anchor whose turns mostly have the
+same items wins, provided that these items account for most of the job's time:
 
 - An optimizer step that occurs several times per turn fails, because most of its stretches contain
   no generation.
@@ -28,14 +28,14 @@ from phaseloom.common.contract.specs import Segment
 from phaseloom.common.observability.intervals import Interval, intersect, merge, total
 
 MIN_CYCLES = 3
-"""Cycles with the same items that are required before a cycle is reported."""
+"""Minimum number of cycles with the same items before a cycle is reported."""
 MAX_CYCLES = 8
-"""Number of newest cycles that are used."""
+"""Maximum number of cycles to use, newest first."""
 MIN_COVERAGE = 0.65
-"""Share of the job's time that the items of its usual turn must account for."""
+"""Minimum share of the job's time that the items of a usual turn must account for."""
 MIN_SPLIT = 0.05
-"""Gap between two operations on a pool, as a share of the period, below which they are one
-segment."""
+"""Minimum gap between two segments of a pool, as a share of the period. Operations that are closer
+together belong to one segment."""
 
 Item = tuple[str, str, str]
 """(pool, deployment, kind)"""
@@ -65,7 +65,7 @@ class Cycle:
     period_s: float
     segments: list[Segment]
     num_operations: dict[Item, float]
-    """Operations of each item in a usual turn."""
+    """Number of operations of each item in a usual turn."""
     num_turns: int
     """Number of turns that were used."""
 
@@ -109,9 +109,9 @@ def _usual_items(turns: Sequence[Sequence[Span]]) -> frozenset[Item] | None:
 
 
 def _first(turns: Sequence[Sequence[Span]], usual: frozenset[Item]) -> Item:
-    """Return the item that a turn starts with: it occurs once per turn and is first on its pool.
+    """Return the item that starts a turn. It occurs once per turn and is the first on its pool.
 
-    With this rule the same loop gives the same cycle, whatever preceded it.
+    This rule makes the cycle of a loop independent of the operations before it.
     """
     _, similar = _vote(turns)
     counts = [Counter(span.item for span in turn[:-1]) for turn in similar]
@@ -202,7 +202,7 @@ def segments_of(turn: Sequence[Span], period_s: float) -> list[Segment]:
 
 
 def usual_segments(cycles: Sequence[list[Segment]]) -> list[Segment]:
-    """The median segments of the cycles whose pools follow one another as in most cycles."""
+    """Return the median segments of the cycles that use the pools in the most common order."""
     shapes = [tuple(segment.pool for segment in cycle) for cycle in cycles]
     usual = Counter(shapes).most_common(1)[0][0]
     similar = [c for c, shape in zip(cycles, shapes, strict=True) if shape == usual]

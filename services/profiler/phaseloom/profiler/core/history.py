@@ -8,7 +8,7 @@ from itertools import islice
 from typing import NamedTuple
 
 WINDOW = 1024
-"""Number of a job's newest operations in which its cycle is searched."""
+"""Number of a job's newest operations that are searched for its cycle."""
 _MAX_LENGTH = WINDOW + WINDOW // 4
 """Length at which the history is cut back to `WINDOW`. The slack makes cuts rare."""
 

@@ -53,13 +53,13 @@ RECENT = 32
 RECENT_STEPS = 8
 """Number of operations of a kind whose sub-stages are compared."""
 NEAR_WINDOW = 128
-"""Number of newest operations that are searched first; if they show the cycle, no more are."""
+"""Number of newest operations to search first. Older ones are searched only if no cycle shows."""
 MIN_INTERVAL_S = 2.0
 """Minimum time between two reviews of a job, on the log's clock."""
 MIN_CHANGE = 0.1
-"""A trace is news if a figure changed by more than this share and by more than `MIN_CHANGE_S`."""
+"""A trace is published if a figure changed by more than this share and `MIN_CHANGE_S`."""
 MIN_CHANGE_S = 1e-3
-"""Smallest change of a figure, in seconds, that can make a trace news."""
+"""Smallest change of a figure, in seconds, that can cause a new trace."""
 UNKNOWN_GAP_S = -1.0
 
 
@@ -104,7 +104,7 @@ def _shape(stages: Sequence[StepRun]) -> tuple[int, ...]:
 class _Kind:
     durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     worst_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """Estimated duration of each operation if it had used all tokens it was allowed."""
+    """Estimated duration of each operation if it had used its maximum number of tokens."""
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     steps: deque[list[StepRun]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     """Step runs of the newest operations that reported any."""
@@ -315,7 +315,7 @@ def quantile(samples: Iterable[float], share: float) -> float:
 
 
 class OwnClock:
-    """Converts log time to a job's own clock: log time minus all earlier stalls of the job."""
+    """Converts log time to a job's own clock: log time minus all previous stalls of the job."""
 
     def __init__(self, ran: Sequence[Ran]) -> None:
         waits = merge((r.ready_s, r.start_s) for r in ran)
@@ -330,9 +330,9 @@ class OwnClock:
 
 
 def _excess_s(cycle: Cycle, estimates: Iterable[KindEstimate]) -> float:
-    """Return by how many seconds a turn grows if all its operations take their worst time.
+    """Return how many seconds longer a turn gets if all its operations take their worst time.
 
-    Pools are added as if they did not overlap, so this is an upper bound.
+    The pools' times are added as if they did not overlap, so this is an upper bound.
     """
     counts: Counter[tuple[str, str]] = Counter()
     for (_, deployment, kind), num in cycle.num_operations.items():
@@ -348,8 +348,8 @@ def _num_optim_steps(cycle: Cycle) -> int:
 
 
 def _drift(reported: PhaseTrace | None, period_s: float) -> float:
-    """Return the relative change since the last reported period, or 0 if it is too small to be
-    news."""
+    """Return the relative change since the last reported period, or 0 if it is too small to
+    report."""
     before_s = reported.period_s if reported else 0.0
     if before_s <= 0 or abs(period_s - before_s) <= max(MIN_CHANGE * before_s, MIN_CHANGE_S):
         return 0.0

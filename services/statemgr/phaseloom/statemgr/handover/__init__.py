@@ -1,1 +1,1 @@
-"""Handover: what a killed daemon leaves to the next one, and how that takes it over."""
+"""Handover: how a new state manager takes over the memory of a killed one."""

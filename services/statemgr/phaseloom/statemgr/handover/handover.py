@@ -1,10 +1,11 @@
 """Handover: takes over the state of a killed state manager, from the handles that its agent kept.
 
-The manifest lists what was in memory, but everything is verified first. A weights version is
-adopted if its digest is right. Each rank of a deployment comes back and reports the location of its
-state: its heap, which only the rank knows, or its host copy, whose digest must be right. The digest
-of a dirty host copy is taken now. A deployment is lost, and its ranks are cut off, if a rank stays
-away or a copy is bad.
+The manifest lists what was in memory, but everything is verified first:
+
+- A weights version is adopted if its digest matches.
+- Each rank of a deployment returns and reports where its state is. Only the rank knows its heap. A
+  host copy must match its digest; the digest of a dirty copy is computed now.
+- If a rank does not return or a copy is bad, the deployment is lost and its ranks are disconnected.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ class Handover:
     host_seals: HostSealStore
     digests: Digests
     index: str
-    """Name of the handles that the agent kept."""
+    """Names of the handles that the agent kept."""
     _handles: dict[int, int] = field(default_factory=dict, init=False)
     _missing: set[Rank] = field(default_factory=set, init=False)
-    """Ranks that have memory and have not come back yet."""
+    """Ranks that have memory and have not returned yet."""
     _lost: list[DeploymentKey] = field(default_factory=list, init=False)
     _copies: dict[int, HostCopy] = field(default_factory=dict, init=False)
     """Host copies whose memory or file exists, by number."""
@@ -78,7 +79,8 @@ class Handover:
     def accept(self, handles: list[int], fds: list[int]) -> None:
         """Accept some handles of the previous daemon, each with its descriptor.
 
-        Raises: CallerError: there is not one descriptor for each handle, or a handle came twice.
+        Raises: CallerError: the numbers of handles and descriptors differ, or a handle occurs
+                 twice.
         """
         if len(handles) != len(fds) or self._handles.keys() & set(handles):
             close_fds(fds)
@@ -186,10 +188,11 @@ class Handover:
         return True
 
     async def _restore_copy(self, entry: CopyEntry) -> None:
-        """Find a whole host copy. A kill during a move leaves it whole in host memory or on NVMe.
+        """Find an intact host copy. A kill during a move leaves it intact in host memory or on
+        NVMe.
 
-        The copy of a rank that trains is verified when the rank comes back, which may have written
-        it since.
+        The copy of a training rank is verified when the rank returns, because it may have changed
+        since.
         """
         copy = HostCopy(**asdict(entry))
         is_above = entry.state not in ON_NVME
@@ -236,11 +239,11 @@ class Handover:
     def _take_extent(
         self, extent: int, num_bytes: int, name: str, *, is_vacated: bool = False
     ) -> bool:
-        """Adopt the memory of an extent, or add a holder if it is adopted already.
+        """Adopt the memory of an extent, or add a holder if it is already adopted.
 
-        Args:    num_bytes: the size that it must have.
+        Args:    num_bytes: the expected size.
                  is_vacated: whether the extent's bytes are on NVMe.
-        Returns: False: the memory was not handed over, or is not what the manifest says.
+        Returns: False: the memory was not handed over, or does not match the manifest.
         """
         if extent in self.memory.extents_in_use():
             self.memory.hold(extent)
@@ -263,7 +266,7 @@ class Handover:
         log.error("version %s cannot be taken over from memory", entry.key)
         if entry.key.is_copy:
             return  # a node that needs the copy fetches it again
-        # Only its policy can make it again, from the log; syncs of the version wait for that.
+        # # Only its policy can make it again, from the log; syncs of the version wait for that.
         policy = self.records.residency.find(entry.key.policy)
         if policy is not None and entry.digest and self.records.versions.find(entry.key) is None:
             self._lose(policy, f"version {entry.key} is bad and not on disk")
@@ -298,11 +301,13 @@ class Handover:
                 return
 
     async def resume(self, message: RankResume) -> Rank:
-        """Readmit a rank, which says where its state is.
+        """Readmit a rank, which reports where its state is.
 
-        Raises: CallerError: PERMISSION_DENIED: the rank is not awaited; FAILED_PRECONDITION: it has
-                another heap than before. ResourceError: DATA_LOSS: its host copy is bad. After the
-                last two its incarnation is over.
+        Raises: CallerError: PERMISSION_DENIED: the rank is not awaited. FAILED_PRECONDITION: its
+                 heap
+                is not the same as before; its incarnation ends. ResourceError: DATA_LOSS: its host
+                    copy
+                is bad; its incarnation ends.
         """
         rank = self.records.residency.known(message.token)
         if rank not in self._missing:
@@ -329,8 +334,9 @@ class Handover:
         return rank
 
     async def _resume_frozen(self, rank: Rank, message: RankResume) -> None:
-        """Readmit a frozen rank. Its host copy is the extent that it copied out to last, if that is
-        whole, or else the previous one."""
+        """Readmit a frozen rank. Its host copy is the extent that it last copied out to if that
+        copy is
+        complete, or else the previous one."""
         digest = message.digest or rank.digest
         state = State.HOST
         if rank.copy is None and not message.filled:
@@ -358,7 +364,7 @@ class Handover:
         """Give the host copy of a resident rank its memory again if it was on NVMe.
 
         Raises: ResourceError: there is no memory for it, or part of the state was in memory that
-                was given back. The incarnation is over.
+                was given back. The incarnation ends.
         """
         copy = rank.copy
         assert copy is not None
@@ -366,7 +372,8 @@ class Handover:
         if not is_below or copy.extent is None:
             return
         if rank.host_bytes:
-            # The extent's memory was given back: the state that lives there alone is gone.
+            # # The extent's memory was given back, and the only copy of part of the state was
+            # there.
             self._lose(rank.wpg, "part of its state was in memory that was given back")
             raise ResourceError(f"the host memory of {rank} was given back", code=Code.DATA_LOSS)
         try:
@@ -376,17 +383,18 @@ class Handover:
             raise
 
     async def _find_tier(self, rank: Rank, digest: str) -> None:
-        """Record the tier in which the host copy of a rank is whole: a kill during a demotion
-        leaves it whole in one of the two.
+        """Record the tier that stores the intact host copy of a rank. A kill during a demotion
+        leaves it
+        intact in one of the two.
 
-        Raises: ResourceError: DATA_LOSS: it is whole in neither; the incarnation is over.
+        Raises: ResourceError: DATA_LOSS: neither tier has an intact copy. The incarnation ends.
         """
         copy = rank.copy
         assert copy is not None
         is_below = copy.state in ON_NVME
         copy.state = State.HOST
         if not is_below and (not digest or await has_digest(self.copies.bytes_of(copy), digest)):
-            # Without a digest the copy is dirty: whole but not hashed yet.
+            # # Without a digest the copy is dirty: complete but not hashed yet.
             return
         if not await asyncio.to_thread(self.tiering.is_demoted, copy, digest):
             raise self._bad_copy(rank)
@@ -395,7 +403,8 @@ class Handover:
         copy.state = State.DEMOTED
 
     def begin_again(self, token: str) -> None:
-        """Free the extent of a rank that says hello, because it never received that extent."""
+        """Free the extent of a rank that connects for the first time: the rank never received
+        it."""
         rank = self.records.residency.known(token)
         if rank in self._missing:
             self._missing.discard(rank)
@@ -406,9 +415,9 @@ class Handover:
             self.ledger.announce()
 
     async def finish(self, timeout_s: float) -> list[DeploymentKey]:
-        """Wait for the ranks. A rank that does not come back in time is lost.
+        """Wait for the ranks. A rank that does not return in time is lost.
 
-        Returns: the deployments that are lost with this handover.
+        Returns: the deployments that are lost in this handover.
         """
         try:
             async with asyncio.timeout(timeout_s):
