@@ -75,15 +75,15 @@ class _Newest(deque[T]):
 
     def __init__(self, length: int) -> None:
         super().__init__(maxlen=length)
-        self.num_ever = 0
+        self.num_added = 0
 
     def put(self, item: T) -> None:
         self.append(item)
-        self.num_ever += 1
+        self.num_added += 1
 
     def since(self, number: int) -> Iterable[T]:
         """Return the items after the first `number`, without those that were already dropped."""
-        return islice(self, max(0, len(self) - (self.num_ever - number)), None)
+        return islice(self, max(0, len(self) - (self.num_added - number)), None)
 
 
 @dataclass(slots=True)
@@ -194,8 +194,8 @@ class View:
               tenant: return only this tenant's rows. Empty: all tenants.
               with_jobs: whether to include jobs and nodes.
         """
-        oldest = self._newest.num_ever - len(self._newest)
-        is_whole = since is None or not oldest <= since <= self._newest.num_ever
+        oldest = self._newest.num_added - len(self._newest)
+        is_whole = since is None or not oldest <= since <= self._newest.num_added
         rows = _Rows(self.origin_s, tenant)
         begin = oldest if since is None or is_whole else since
         decisions = list(self._decisions) if is_whole else []
@@ -211,7 +211,7 @@ class View:
                 case _:
                     rows.add(item)
         return wire.Update(
-            cursor=self._newest.num_ever,
+            cursor=self._newest.num_added,
             now_s=now_s,
             origin_s=self.origin_s,
             is_whole=is_whole,

@@ -22,7 +22,7 @@ class OperationRow(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     ready: int
     start: int
     end: int
-    told: int
+    report_delay: int
     """Delay from the end of the operation until its entry in the log, in ticks."""
     devices: list[int]
     num_tokens: int = 0

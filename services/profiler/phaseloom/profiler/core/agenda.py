@@ -19,10 +19,10 @@ BURST = 20
 
 class Agenda:
     def __init__(self) -> None:
-        self._due: list[tuple[float, int, JobKey]] = []
+        self._queue: list[tuple[float, int, JobKey]] = []
         """Heap of (due time, sequence of the entry, job). An entry not in `_waiting` is stale."""
         self._waiting: dict[JobKey, int] = {}
-        self._paid_to_s = float("-inf")
+        self._charged_until_s = float("-inf")
         """Time up to which reviews have been charged: each review adds `SPACING_S`. It may be up to
         one
         burst ahead of the clock."""
@@ -37,19 +37,19 @@ class Agenda:
                   orders jobs that are due at the same time.
         """
         self._waiting[job] = sequence
-        heappush(self._due, (due_s, sequence, job))
+        heappush(self._queue, (due_s, sequence, job))
 
     def discard(self, job: JobKey) -> None:
         self._waiting.pop(job, None)
 
     def next(self, time_s: float) -> JobKey | None:
         """Remove and return the job to review now, or None if no job is due."""
-        if time_s < self._paid_to_s - (BURST - 1) * SPACING_S:
+        if time_s < self._charged_until_s - (BURST - 1) * SPACING_S:
             return None
-        while self._due and self._due[0][0] <= time_s:
-            _, sequence, job = heappop(self._due)
+        while self._queue and self._queue[0][0] <= time_s:
+            _, sequence, job = heappop(self._queue)
             if self._waiting.get(job) == sequence:
                 del self._waiting[job]
-                self._paid_to_s = max(self._paid_to_s, time_s) + SPACING_S
+                self._charged_until_s = max(self._charged_until_s, time_s) + SPACING_S
                 return job
         return None

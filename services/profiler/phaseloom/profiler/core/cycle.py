@@ -115,14 +115,14 @@ def _first(turns: Sequence[Sequence[Span]], usual: frozenset[Item]) -> Item:
     """
     _, similar = _vote(turns)
     counts = [Counter(span.item for span in turn[:-1]) for turn in similar]
-    once = [item for item in usual if all(count[item] == 1 for count in counts)]
+    unique_items = [item for item in usual if all(count[item] == 1 for count in counts)]
     firsts = Counter(
         after.item
         for turn in similar
         for before, after in pairwise(turn)
         if before.pool != after.pool
     )
-    return min(once, key=lambda item: (2 * firsts[item] < len(similar), item))
+    return min(unique_items, key=lambda item: (2 * firsts[item] < len(similar), item))
 
 
 def _cycle(turns: Sequence[Sequence[Span]], operations: Sequence[Span]) -> Cycle | None:
