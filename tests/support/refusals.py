@@ -1,9 +1,9 @@
-"""docs/errors.md: every error that Phaseloom answers with, read from its sources.
+"""Generates docs/errors.md, the list of all errors, from the sources.
 
     python -m tests.support.refusals
 
-writes it anew; a test holds it to the sources, and to this: whoever is told that a request was
-wrong (a CallerError) is told what to do about it.
+writes the page. A test checks that the page is up to date, and that every CallerError has a remedy:
+whoever sends a wrong request must learn how to correct it.
 """
 
 from __future__ import annotations
@@ -17,39 +17,42 @@ ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "errors.md"
 
 CODES = {
-    "INVALID_ARGUMENT": ("The request is wrong, whatever the mesh's state.", "Correct the field."),
+    "INVALID_ARGUMENT": ("The request is invalid in any state of the mesh.", "Correct the field."),
     "NOT_FOUND": (
         "The thing that the request names does not exist.",
         "Create it first, or correct the name.",
     ),
     "ALREADY_EXISTS": (
-        "The thing that the request would make exists already.",
+        "The thing that the request would create already exists.",
         "Choose another name.",
     ),
     "FAILED_PRECONDITION": (
-        "The request is sound, but the state of the thing that it is about does not allow it.",
-        "Bring it into the named state first.",
+        "The request is valid, but the current state of its subject does not allow it.",
+        "Bring the subject into the required state first.",
     ),
     "PERMISSION_DENIED": ("The caller may not do this.", "Use the credentials of the owner."),
     "RESOURCE_EXHAUSTED": (
-        "A bound is reached: a tenant's, a device's, a message's size.",
-        "Where the details have `retry_after_s`, wait for that long and send it again; else ask "
-        "for less, or for a higher bound.",
+        "A limit is reached, for example of a tenant, a device, or the size of a message.",
+        "If the details have `retry_after_s`, wait for that long and send the request again. "
+        "Otherwise request less, or have the limit raised.",
     ),
     "ABORTED": (
-        "Something that the request needs is gone: the session, the job, the incarnation, the "
-        "weights version; or the request was cancelled.",
-        "Attach again, and go on from the state in the answer.",
+        "The request was cancelled, or something that it needs is gone: the session, the job, "
+        "the incarnation or the weights version.",
+        "Attach again, and continue from the state in the response.",
     ),
-    "DEADLINE_EXCEEDED": ("It was not done in the time given.", "Give it more time, or try again."),
-    "UNAVAILABLE": ("A service that is needed does not answer now.", "Try again."),
+    "DEADLINE_EXCEEDED": (
+        "The request took longer than its timeout.",
+        "Set a longer timeout, or try again.",
+    ),
+    "UNAVAILABLE": ("A service that the request needs does not answer.", "Try again."),
     "DATA_LOSS": (
-        "Something stored is gone or damaged.",
-        "Go on from the job's last checkpoint; see the services' logs for which disk it was.",
+        "Stored data is lost or damaged.",
+        "Continue from the job's last checkpoint. The services' logs name the disk.",
     ),
-    "INTERNAL": ("Phaseloom has a bug.", "Report it, with the service's log."),
+    "INTERNAL": ("Phaseloom has a bug.", "Report the bug with the service's log."),
 }
-"""The meaning of each code, and what to do where the error itself does not say."""
+"""Code → its meaning, and the remedy if the error itself has none."""
 
 AREAS = {
     "services/router": "Operations and sessions (router)",
@@ -240,28 +243,28 @@ def document(found: list[Refusal]) -> str:
     lines = [
         "# Errors",
         "",
-        "Every refusal has one form, in the completion of an operation (`error`), in the answer of "
-        "an API call (`error`, beside the header `Nats-Service-Error-Code`) and as the `info` of "
-        "the client library's exceptions:",
+        "All errors have the same fields. They appear in the completion of an operation (`error`), "
+        "in the response of an API call (`error`, along with the header "
+        "`Nats-Service-Error-Code`), and as the `info` of the client library's exceptions:",
         "",
-        "| field | what it says |",
+        "| field | meaning |",
         "| --- | --- |",
-        "| `code` | one of gRPC's canonical codes, below |",
-        "| `message` | what is wrong, for a person |",
-        "| `field` | path of the value that is at fault, as `args.batch[3].targets`; or empty |",
-        "| `remedy` | what to do; where it is empty, what the code's line below says |",
+        "| `code` | one of the gRPC status codes below |",
+        "| `message` | what is wrong, in words |",
+        "| `field` | path of the wrong value, such as `args.batch[3].targets`; may be empty |",
+        "| `remedy` | how to fix it; if it is empty, see the code in the table below |",
         "| `details` | numbers: `retry_after_s`, `limit`, `used`, `needed_bytes`, … |",
         "",
-        "In the client library a code of the first five is a `CallerError`, `INTERNAL` an "
-        "`InternalError`, any other a `ResourceError`; `retry_after_s` of any of them is the time "
-        "after which the same request may pass, where that is known.",
+        "The client library raises the first five codes as `CallerError`, `INTERNAL` as "
+        "`InternalError`, and all others as `ResourceError`. Their attribute `retry_after_s` is "
+        "the time after which the same request may succeed, if that is known.",
         "",
-        "| code | what it says | what to do |",
+        "| code | meaning | what to do |",
         "| --- | --- | --- |",
         *(f"| `{code}` | {says} | {remedy} |" for code, (says, remedy) in CODES.items()),
         "",
-        "`python -m tests.support.refusals` makes this page from the sources. Each message stands "
-        "here as it is written there, with `{…}` for the values that it puts in.",
+        "`python -m tests.support.refusals` generates this page from the sources. Names in braces, "
+        "such as `{node}`, stand for values in the message.",
     ]
     for heading in dict.fromkeys((*AREAS.values(), *sorted({refusal.area for refusal in found}))):
         rows = {_row(refusal) for refusal in found if refusal.area == heading}

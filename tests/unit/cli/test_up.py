@@ -122,7 +122,7 @@ def test_port_that_somebody_has_is_refused_before_anything_starts(tmp_path: Path
 
 
 def test_run_to_go_on_with_is_not_passed_over_without_resume(tmp_path: Path) -> None:
-    with pytest.raises(CallerError, match="needs --resume") as refused:
+    with pytest.raises(CallerError, match="works only with --resume") as refused:
         up(runs=tmp_path / "runs", run="20260101-000000")
     assert "--resume" in (refused.value.info.remedy or "")
     assert not (tmp_path / "runs").exists()

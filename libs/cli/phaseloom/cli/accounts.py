@@ -72,7 +72,9 @@ def make_accounts(directory: Path, tenants: tuple[str, ...], url: str) -> Creden
     """
     if not tenants:
         raise CallerError(
-            "expected at least one tenant, got none", field="tenants", remedy="name the tenants"
+            "expected at least one tenant, got none",
+            field="tenants",
+            remedy="name all tenants of the mesh",
         )
     for tenant in tenants:
         check_tenant(tenant, "tenants")
@@ -86,7 +88,7 @@ def make_accounts(directory: Path, tenants: tuple[str, ...], url: str) -> Creden
             f"{directory} already has tenants that you did not name: {', '.join(missing)}",
             code=Code.FAILED_PRECONDITION,
             field="tenants",
-            remedy="name them too; otherwise their jobs would no longer be routed",
+            remedy="name these tenants as well: without them, their jobs would no longer be routed",
         )
     credentials = Credentials(
         url,
@@ -163,7 +165,7 @@ def _port_in(url: str) -> int:
         raise CallerError(
             f"the server's address must be nats://HOST:PORT, got {url!r}",
             field="--url",
-            remedy="for example nats://head.example.com:4222",
+            remedy="give the server's host and port, for example nats://head.example.com:4222",
         )
     return port
 

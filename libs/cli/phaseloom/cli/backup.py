@@ -235,7 +235,7 @@ def _copy_run(run_dir: Path, target: Path, *, runs: bool) -> float:
             return time.monotonic() - began_s
     raise ResourceError(
         f"the processes of {run_dir} restarted during each of {_ATTEMPTS} attempts at a backup",
-        remedy="find out from the run's logs why they restart, then try again",
+        remedy="find the reason in the run's logs, then try again",
     )
 
 
@@ -456,7 +456,7 @@ def _copy_files(manifest: Backup, source: Path, target: Path) -> None:
         place = target / file.path
         if not place.resolve().is_relative_to(target.resolve()):
             raise CallerError(
-                f"the backup names a file outside of itself: {file.path}",
+                f"the backup has a file whose path leads outside the run: {file.path}",
                 field="directory",
                 remedy="restore a backup that `phaseloom backup` has written",
             )

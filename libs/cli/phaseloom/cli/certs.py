@@ -62,7 +62,9 @@ def make_certificates(directory: Path, nodes: Sequence[str]) -> None:
     """
     if not nodes:
         raise CallerError(
-            "expected at least one node, got none", field="nodes", remedy="name the nodes"
+            "expected at least one node, got none",
+            field="nodes",
+            remedy="name the nodes that need certificates",
         )
     for node in nodes:
         check_name(node, "nodes")

@@ -109,7 +109,7 @@ def expire(
     saved = uvloop.run(
         _call(bus_config(run), tenant, "checkpoint.expire", expire_request, api.SavedCheckpoint)
     )
-    line = f"{checkpoint}: {_retention(saved)}"
+    line = f"{checkpoint}: kept {_retention(saved)}"
     (console or Console()).print(line, soft_wrap=True, markup=False)
 
 
@@ -147,7 +147,7 @@ def _tokens(text: str, limit: int) -> list[str]:
     tokens = text.split(".") if text else []
     if len(tokens) > limit:
         raise CallerError(
-            f"expected at most {limit} parts, got {text!r}",
+            f"expected at most {limit} names separated by dots, got {text!r}",
             field="what",
             remedy=f"name {'.'.join(f'<{part}>' for part in _PARTS[:limit])} or its first parts",
         )
@@ -246,7 +246,7 @@ def describe(tenant: str, saved: api.SavedCheckpoint) -> str:
     """Describe a checkpoint, with one line for each known property and for each file."""
     lines = [
         f"{_full_name(tenant, saved)}: {saved.num_bytes:,} bytes, saved {_time(saved.saved_s)}",
-        f"  {_retention(saved)}",
+        f"  kept {_retention(saved)}",
     ]
     if saved.weights_sha256:
         lines.append(f"  after operation {saved.seq}, weights {saved.weights_sha256}")

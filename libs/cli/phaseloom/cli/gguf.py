@@ -44,7 +44,7 @@ def convert(directory: Path, *, gguf: Path | None = None, console: Console | Non
         _convert(gguf or _smollm2(), partial)
         if gguf is None:
             (partial / "LICENSE").write_text(_license())
-    (console or Console()).print(f"made {directory}", soft_wrap=True, markup=False)
+    (console or Console()).print(f"wrote {directory}", soft_wrap=True, markup=False)
 
 
 def _smollm2() -> Path:

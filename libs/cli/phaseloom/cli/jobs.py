@@ -209,7 +209,11 @@ async def drain_node(
     async with open_bus(settings, "drain") as bus:
         status = await call_node_api(bus.client, "drain", request, api.NodeStatus)
         if request.undo:
-            message = "counts as gone until it returns" if status.is_gone else "may be used again"
+            message = (
+                "counts as gone until it comes back"
+                if status.is_gone
+                else "no longer draining; jobs may be placed on it again"
+            )
             console.print(f"{status.node}: {message}", markup=False)
             return 0
         return await _wait_until_empty(bus, status, timeout_s, console)
@@ -359,11 +363,11 @@ def describe_operation(explanation: api.Explanation) -> str:
     lines = [f"{explanation.key}: {summary}"]
     lines += [f"  waits for {reason}" for reason in explanation.waits_for]
     if explanation.place:
-        lines.append(f"  number {explanation.place} in the queue of its device")
+        lines.append(f"  position {explanation.place} in the queue of its device")
     if explanation.predicted_start_s >= 0:
         lines.append(f"  starts in about {_seconds(explanation.predicted_start_s)}")
     if explanation.why:
-        lines.append(f"  because {explanation.why}")
+        lines.append(f"  reason: {explanation.why}")
     return "\n".join(lines)
 
 

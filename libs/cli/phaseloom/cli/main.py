@@ -10,23 +10,23 @@ from cyclopts import App, CycloptsError, Parameter
 from phaseloom.common.contract.errors import PhaseloomError
 
 _COMMANDS = {
-    "up:up": "Run the mesh on this machine.",
+    "up:up": "Run a mesh on this machine until Ctrl-C: a NATS server and all services.",
     "phaseloom.demo.command:demo": "Train two GRPO jobs that share a mesh of two devices.",
     "doctor:doctor": "Check that this machine and its NATS server can run a mesh.",
-    "backup:backup": "Copy a run to a directory; the run may be running.",
+    "backup:backup": "Back up a run to a new directory, even while its mesh runs.",
     "backup:restore": "Restore a backup into a new run directory.",
-    "state:state": "Show what each node keeps in device memory, host memory and on NVMe.",
-    "accounts:accounts": "Create the passwords and settings of a mesh that you start by hand.",
-    "certs:certs": "Create the certificates with which the nodes of a mesh authenticate.",
-    "top:top": "Watch the mesh live.",
-    "trace:trace": "Show where an operation's time went.",
+    "state:state": "Show the state that each node keeps in device memory, host memory and on NVMe.",
+    "accounts:accounts": "Create passwords and settings for a mesh that you start by hand.",
+    "certs:certs": "Create the certificates that the nodes of a mesh use to authenticate.",
+    "top:top": "Watch the jobs, devices and queues of a mesh live.",
+    "trace:trace": "Show where the time of one operation went.",
     "replay:replay": "Write a run's timeline as one HTML file for a browser.",
-    "jobs:jobs": "List the jobs, with profiles on request.",
+    "jobs:jobs": "List the jobs and where they run; --profile adds measured durations.",
     "jobs:explain": "Explain where a job is placed and why, or what an operation waits for.",
-    "jobs:cancel": "End a job now.",
-    "jobs:drain": "Drain a node or a job.",
-    "slowdowns:measure_slowdown": "Measure how much slower work runs on a part of a device.",
-    "simulate:simulate": "Compare placement policies on a workload, under a virtual clock.",
+    "jobs:cancel": "End a job now; its checkpoints stay.",
+    "jobs:drain": "Empty a node to shut it down, or end a job after its open operations.",
+    "slowdowns:measure_slowdown": "Measure how much slower work runs on some of a device's cores.",
+    "simulate:simulate": "Compare placement policies by simulating a workload of your own.",
 }
 """`module:function` → one line of help. The module is in this package unless it has a full path."""
 _MODEL_COMMANDS = {
@@ -39,7 +39,7 @@ _MODEL_COMMANDS = {
 """The subcommands of `phaseloom model`: name → `module:function` and one line of help."""
 _CHECKPOINT_COMMANDS = {
     "archive": ("checkpoints:archive", "Download a checkpoint as a tar file."),
-    "delete": ("checkpoints:delete", "Delete a checkpoint that its job does not need to recover."),
+    "delete": ("checkpoints:delete", "Delete a checkpoint, unless its job needs it to recover."),
     "expire": ("checkpoints:expire", "Set how long a checkpoint is kept."),
     "list": ("checkpoints:list_checkpoints", "List the checkpoints, the newest last."),
     "show": ("checkpoints:show", "Describe a checkpoint and its files."),

@@ -60,7 +60,7 @@ def merge(base: Path, adapter: Path, directory: Path, *, console: Console | None
     check_directory(base, "base")
     with new_directory(directory) as partial:
         _merge(base, adapter, _read_config(adapter), partial)
-    (console or Console()).print(f"made {directory}", soft_wrap=True, markup=False)
+    (console or Console()).print(f"wrote {directory}", soft_wrap=True, markup=False)
 
 
 def _read_config(adapter: Path) -> _Config:

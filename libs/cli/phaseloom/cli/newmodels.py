@@ -37,7 +37,7 @@ def new_directory(directory: Path) -> Iterator[Path]:
             f"{directory} cannot be created: {error.strerror}",
             code=Code.FAILED_PRECONDITION,
             field="directory",
-            remedy="name a directory where you may write",
+            remedy="name a directory in a place where you may write",
         ) from None
     try:
         yield partial

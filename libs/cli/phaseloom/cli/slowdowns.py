@@ -121,13 +121,15 @@ def _check(cores: int, rounds: int, seconds: float, config: Path | None, out: Pa
     num_cores = len(os.sched_getaffinity(0))
     if not 2 <= cores <= num_cores:
         raise CallerError(
-            f"cores must be within 2 and {num_cores} (this machine's), got {cores}",
+            f"cores must be between 2 and {num_cores} (the cores of this machine), got {cores}",
             field="cores",
-            remedy="name at least 2 cores, and no more than this machine has",
+            remedy="use at least 2 cores, and at most as many as this machine has",
         )
     if rounds < 1:
         raise CallerError(
-            f"rounds must be at least 1, got {rounds}", field="rounds", remedy="use 4, say"
+            f"rounds must be at least 1, got {rounds}",
+            field="rounds",
+            remedy="use 1 or more; the default is 4",
         )
     if not 0 < seconds < math.inf:
         raise CallerError(
@@ -227,7 +229,7 @@ def tables(table: SlowdownTable) -> Iterator[Table]:
     for name, kind in table.kinds.items():
         alone.add_row(name, *(_shown(kind.shares[s], kind.spread.get(s)) for s in shares))
     yield alone
-    together = Table("together, over one after the other", *table.kinds)
+    together = Table("throughput together / one after the other", *table.kinds)
     for name in table.kinds:
         gains = (max(map(sum, table.rates(name, neighbour))) for neighbour in table.kinds)
         together.add_row(name, *(f"{gain:.2f}" for gain in gains))

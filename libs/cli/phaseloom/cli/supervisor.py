@@ -182,7 +182,7 @@ class Mesh:
         except ResourceError as error:
             if not self._accepts_loss:
                 raise
-            log.warning("continuing in spite of a loss: %s", error)
+            log.warning("continuing despite lost data: %s", error)
             await until_done(partial(check_store, bus), "check the store")
             set_aside(self.run_dir)
             await end_sessions(bus)

@@ -185,7 +185,7 @@ class Dashboard:
         num_open = sum(self._activity.depth().values())
         return (
             f"jobs: {num_jobs}, operations: {num_open} open, {self._num_operations} done; "
-            f"rates of the last {WINDOW_S:.0f} s"
+            f"rates over the last {WINDOW_S:.0f} s"
         )
 
     def _jobs(self) -> Table:
@@ -241,7 +241,7 @@ class Dashboard:
         )
 
     def _newest_notices(self) -> Table:
-        table = _table("notice of", "what", "about", "reason")
+        table = _table("notice from", "kind", "about", "reason")
         for notice in reversed(self._notices):
             table.add_row(notice.source, notice.what, notice.subject, notice.reason)
         return table

@@ -86,7 +86,7 @@ def up(
     )
     if run and not resume:
         raise CallerError(
-            f"--run {run} needs --resume: without it a new run would start",
+            f"--run {run} works only with --resume, which is missing",
             field="--run",
             remedy="add --resume, or omit --run",
         )
@@ -252,8 +252,8 @@ def _missing_packages() -> list[str]:
     if not absent:
         return []
     return [
-        f"models cannot run: {', '.join(absent)} are not installed. Run pip install "
-        "'phaseloom[worker]', or name interpreters that have them in the mesh file"
+        f"models cannot run without {', '.join(absent)}: run pip install 'phaseloom[worker]', or "
+        "name interpreters in the mesh file that have these packages"
     ]
 
 

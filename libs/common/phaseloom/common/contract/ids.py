@@ -153,7 +153,7 @@ def parse_operation_key(suffix: str) -> OperationKey:
         raise CallerError(
             f"expected <tenant>.<job>.<deployment>.<seq>, got {suffix!r}",
             field="subject",
-            remedy="publish operations on pl.v1.op.<tenant>.<job>.<deployment>.<seq>",
+            remedy="use a key such as demo.chain_sum.policy.7; its subject is pl.v1.op.<key>",
         )
     tenant, job, deployment, slot = tokens
     check_name(tenant, "subject.tenant")
