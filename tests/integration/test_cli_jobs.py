@@ -79,7 +79,7 @@ async def test_job_that_may_not_wait_is_refused_and_a_place_is_told_in_words(
             first = await connection.submit_job("first", [spec], slo=1.5, cycle=cycle)
             placement = (await first.status()).placement
             assert placement.startswith("group g1, train: train-0, alone")
-            with pytest.raises(ResourceError, match=r"it may not wait: .*\(0 free\)") as caught:
+            with pytest.raises(ResourceError, match=r"may_wait is false: .*\(0 free\)") as caught:
                 await connection.submit_job("second", [spec], may_wait=False)
             assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
             with pytest.raises(CallerError) as wrong:
