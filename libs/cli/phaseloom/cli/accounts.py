@@ -82,6 +82,7 @@ def make_accounts(directory: Path, tenants: tuple[str, ...], url: str) -> Creden
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     earlier = _read_credentials(directory / _CREDENTIALS)
     earlier_passwords = {} if earlier is None else earlier.tenants
+    # Routers serve only the listed tenants, so an omitted one would lose its jobs.
     missing = [tenant for tenant in earlier_passwords if tenant not in tenants]
     if missing:
         raise CallerError(

@@ -223,6 +223,7 @@ def _copy_run(run_dir: Path, target: Path, *, runs: bool) -> float:
         mirror.update(is_paused=True)
         return 0.0
     # Each pass copies what changed during the one before, so that little is left for the pause.
+    # Each pass copies the changes made during the previous one, so the last pause is short.
     for _ in range(_MAX_PASSES):
         if mirror.update(is_paused=False) <= _MAX_LAST_BYTES:
             break
@@ -230,6 +231,7 @@ def _copy_run(run_dir: Path, target: Path, *, runs: bool) -> float:
         began_s = time.monotonic()
         with paused(run_dir) as pids:
             mirror.update(is_paused=True)
+            # A process that started during the pause was not stopped, so files may have changed.
             is_consistent = _processes(run_dir) == pids
         if is_consistent:
             return time.monotonic() - began_s

@@ -86,6 +86,7 @@ class Child:
                 ended = await self._run_once()
                 if self._stopping.is_set():
                     return
+                # A long run ends the series of failures, so that its next pause is short.
                 failures = 1 if ended.after_s >= STABLE_AFTER_S else failures + 1
                 wait_s = pause_s(failures)
                 last_line = await asyncio.to_thread(logged_reason, self.log_file)

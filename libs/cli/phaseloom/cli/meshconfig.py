@@ -1,4 +1,5 @@
-"""The settings of a mesh on this machine: its nodes, tenants, policies, servers and front doors."""
+"""The settings of a mesh on this machine: nodes, tenants, policies, servers, gateway and
+console."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from phaseloom.statemgr.records.hostcopies import bases_of
 from phaseloom.worker.backends import BACKENDS
 
 SETTINGS = "settings.json"
-"""The file of a run directory that holds the settings of its mesh."""
+"""Name of the file in a run directory that holds the settings of its mesh."""
 _SCHEDULER = SchedulerSettings()
 
 
@@ -61,8 +62,12 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     other site only once. Empty: the node belongs to no site."""
 
     def check(self) -> None:
-        """Raises: CallerError: a name, device, memory size, number of cores or interpreter is
-        invalid, or this machine has fewer devices or less memory."""
+        """Check that this machine can run the node.
+
+        Raises: CallerError: a name, device, memory size, number of cores or interpreter is invalid,
+                 or
+                    this machine has fewer devices or less memory.
+        """
         check_name(self.pool, "mesh.nodes.pool")
         if not self.devices or min(self.devices) < 1:
             raise CallerError(
@@ -108,10 +113,10 @@ _BOUNDS = {
     "gateway_port": (0, config.LAST_PORT),
     "console_port": (0, config.LAST_PORT),
 }
-"""Smallest and greatest value of each number that is not a setting of the scheduler."""
+"""Minimum and maximum of each number that is not a setting of the scheduler."""
 _NODE_BOUNDS = {"host_memory_bytes": (1, math.inf), "price_per_hour": (0, math.inf)}
 _TENANT_BOUNDS = ("max_operations", "max_bytes", "rate", "burst")
-"""The limits that can be set for a single tenant."""
+"""Names of the limits that can be set for a single tenant."""
 
 
 def _demo_nodes() -> list[NodeConfig]:
@@ -182,11 +187,12 @@ class MeshConfig(msgspec.Struct, frozen=True):
     """Whether each service serves metrics to Prometheus, at a free port of this machine."""
 
     def check(self) -> None:
-        """Refuse settings that cannot run on this machine.
+        """Check that this machine can run a mesh with these settings.
 
         Raises: CallerError: a name is invalid or not unique, a directory is not a model directory
-                or not writable, a number is out of bounds, this machine lacks the devices, or there
-                are no nodes or tenants.
+                    or not writable, a number is out of bounds, this machine lacks the devices, or
+                        there
+                    are no nodes or tenants.
         """
         for node in self.nodes:
             node.check()
@@ -280,17 +286,17 @@ class MeshConfig(msgspec.Struct, frozen=True):
                 )
 
 
-# `slowdowns` is different: a mesh file has the path of the table, the scheduler its content.
+# `slowdowns` differs: a mesh file has the path of the table, the scheduler has its content.
 SCHEDULER_SETTINGS = [
     name
     for name in SchedulerSettings.__struct_fields__
     if name in MeshConfig.__struct_fields__ and name != "slowdowns"
 ]
-"""Settings that a mesh passes on to its schedulers unchanged."""
+"""Settings that a mesh passes to its schedulers unchanged."""
 
 
 def _identity(node: NodeConfig) -> tuple[object, ...]:
-    """Return the settings of a node that must stay the same when a run is resumed."""
+    """Return the settings of a node that must not change when a run is resumed."""
     return node.name, node.pool, node.devices, node.device_kind
 
 
@@ -301,9 +307,9 @@ def servers_of(
     *,
     credentials_file: Path | None = None,
 ) -> EmbeddedServer | EmbeddedEnsemble:
-    """Return the NATS server of a mesh, or its three servers.
+    """Return the NATS server of a mesh, or its three replicated servers.
 
-    Args: directory: holds their stores.
+    Args: directory: the directory with the servers' stores.
     """
     kind = EmbeddedServer if config.nats_servers == 1 else EmbeddedEnsemble
     return kind(directory, tenants, credentials_file=credentials_file, fsync=config.fsync)

@@ -1,4 +1,4 @@
-"""The processes of a mesh on this machine, each with its settings."""
+"""The processes of a mesh on this machine, each with its environment variables."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from phaseloom.common.transport.certificates import directory_of
 from phaseloom.common.transport.natsserver import Credentials
 
 _LONG_LEASE_S = 12.0
-"""Lease of a node with replicated NATS servers. While they elect a leader (up to 9 s), no lease can
-be renewed, and no agent should end because of that."""
+"""Lease of a node if the NATS servers are replicated. No lease can be renewed while they elect a
+leader (up to 9 s), and that must not end any agent."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """One process: `python -m <module>`, with variables in addition to the inherited ones."""
+    """A process `python -m <module>`, with environment variables in addition to the inherited
+    ones."""
 
     name: str
     module: str
@@ -33,11 +34,12 @@ class ChildSpec:
 def child_specs(
     config: MeshConfig, run_dir: Path, sockets: Path, credentials: Credentials, secret: str
 ) -> list[ChildSpec]:
-    """Return the processes of a mesh. Each gets only the variables that it reads.
+    """Return the processes of a mesh. Each process gets only the variables that it reads.
 
     Args: sockets: a directory whose path is short enough for Unix sockets.
-          secret: the mesh's secret. With it, agents and state managers authenticate to each other,
-              and the scheduler signs tickets.
+          secret: the mesh's secret. Agents and state managers authenticate to each other with it,
+              and
+              the scheduler signs tickets with it.
     """
     bus = {
         "URL": credentials.url,
@@ -48,7 +50,7 @@ def child_specs(
     shared = {
         **_section("BUS", bus),
         **_section("TELEMETRY", {"SPANS_DIR": run_dir / "spans"}),
-        # An inherited port would be the same for all services.
+        # 0 overrides an inherited port, which all services would share.
         **_section("METRICS", {"PORT": 0}),
         "OMP_NUM_THREADS": "1",
     }
@@ -92,7 +94,7 @@ def _routers(config: MeshConfig) -> list[ChildSpec]:
 
 
 def api_key(password: str) -> str:
-    """Return the API key of a tenant at the gateway."""
+    """Return a tenant's API key for the gateway."""
     return f"tml-{password}"
 
 
@@ -115,7 +117,7 @@ def _gateways(config: MeshConfig, credentials: Credentials) -> list[ChildSpec]:
 def console_key(password: str) -> str:
     """Return the console's key for a tenant or the operator, derived from their password.
 
-    The key is part of URLs, so it must not reveal the password.
+    The key appears in URLs, so it must not reveal the password.
     """
     return hashlib.blake2b(password.encode(), digest_size=18, person=b"console").hexdigest()
 
@@ -172,10 +174,12 @@ def _node(
 
 
 def with_metrics(specs: Sequence[ChildSpec]) -> tuple[list[ChildSpec], dict[str, int]]:
-    """Give each process a free loopback port for its metrics. Return them, and the ports by
-    name."""
+    """Assign a free loopback port for metrics to each process.
+
+    Returns: the processes with their ports set, and process name → port.
+    """
     with ExitStack() as stack:
-        # All listeners stay open until the last port is chosen, so that the ports differ.
+        # All listeners stay open until every port is assigned, so that the ports differ.
         listeners = {s.name: stack.enter_context(create_server(("127.0.0.1", 0))) for s in specs}
         ports = {name: int(listener.getsockname()[1]) for name, listener in listeners.items()}
     settings = {name: _section("METRICS", {"PORT": port}) for name, port in ports.items()}

@@ -73,6 +73,7 @@ class Readiness:
                 if isinstance(entry.event, NodeUp):
                     self.missing.discard(f"node {entry.event.node}")
                 elif isinstance(entry.event, NodeLost):
+                    # A node may be lost again while the mesh waits for the others.
                     self.missing.update(expected & {f"node {entry.event.node}"})
                 if not self.missing & expected:
                     return

@@ -292,6 +292,7 @@ def _measuring_worker(cores: int, config: Path | None) -> Iterator[_Worker]:
 def _measure(
     workers: Sequence[_Worker], step: Step, cores: int, seconds: float, current: Round
 ) -> None:
+    # Both workers measure the same interval, so that each disturbs the other throughout.
     from_s = time.time() + WARM_UP_S
     until_s = from_s + seconds
     first_units, second_units = [*range(step.count)], [*range(step.count, cores)]

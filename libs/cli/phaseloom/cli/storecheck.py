@@ -79,6 +79,7 @@ class StoreMarks:
             behind = [(s, mark, ends[s]) for s, mark in in_order if ends[s] < mark]
             if not behind:
                 break
+            # A server that lags behind its leader may have answered: give it time to catch up.
             if time.monotonic() >= sure_at_s:
                 raise _stream_went_back(*behind[0])
             await asyncio.sleep(_LAG_PAUSE_S)

@@ -269,6 +269,7 @@ class Mesh:
             async with asyncio.TaskGroup() as children:
                 for child in self._children:
                     children.create_task(child.run(), name=child.spec.name)
+            # All children have stopped, so the tasks that watch the servers must end too.
             for keeping in (*servers, *rooms):
                 keeping.cancel()
             marks.cancel()

@@ -102,6 +102,7 @@ def up(
         gateways=gateways or settings.gateways,
         console_port=settings.console_port if console_port is None else console_port,
     )
+    # The command line may have changed any of the checked settings.
     settings.check()
     if earlier is not None:
         settings.check_resumes(earlier)
