@@ -50,7 +50,7 @@ class Setting:
     """The controllers' program."""
     arguments: tuple[str, ...] = ()
     jobs: tuple[str, ...] = ()
-    """Names of the jobs, which differ in their seeds; empty: one job for each task."""
+    """Names of the jobs; the jobs differ only in their seeds. Empty: one job for each task."""
     table: Path = TWO_CORES_TABLE
     """The table of slowdowns that the scheduler decides by."""
     shares: bool = True
@@ -252,7 +252,7 @@ def _predicted(
 
 
 def _beside_s(log: RunLog, window: Interval) -> float:
-    """Return the seconds of a window in which operations of both jobs ran."""
+    """Return for how many seconds of a window both jobs had operations running."""
     by_job: dict[str, list[Interval]] = {}
     for ran in log.executions:
         by_job.setdefault(ran.key.job, []).append(ran.interval)

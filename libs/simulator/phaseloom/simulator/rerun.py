@@ -133,7 +133,7 @@ class _Reader:
         self._sent_s: dict[OperationKey | tuple[DeploymentKey, int], float] = {}
         """When each permit and each request for a seal was sent."""
         self._newest: dict[JobKey, tuple[OperationKey, float]] = {}
-        """Job → its newest outcome within the window, and the time of it."""
+        """Job → its newest outcome within the window, with its time."""
 
     def step(self, sequence: int, time_s: float, event: events.Event) -> None:
         self._now_s = time_s

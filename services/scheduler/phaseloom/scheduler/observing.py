@@ -30,7 +30,8 @@ class Gauges:
         self._term: _Term | None = None
 
     def register(self) -> None:
-        """Register the gauges. Called once per process, which may lead several times."""
+        """Register the gauges. Called once per process, although a process may become the leader
+        several times."""
         metrics.before_scrape(self._refresh)
         metrics.observe(metrics.QUEUE_DEPTH, lambda: self._read(_Term.depths))
         metrics.observe(metrics.SCHEDULER_LAG, lambda: self._read(_Term.lag))

@@ -26,13 +26,13 @@ def permits_in(outputs: Iterable[Output]) -> list[Permit]:
 
 
 def batched(outputs: list[Output], contexts: list[Context]) -> list[tuple[Output, Context | None]]:
-    """Batch the permits among the outputs, and pair each output with the trace context for sending
-    it.
+    """Merge the permits in the outputs into batches, and pair each output with the trace context to
+    send it with.
 
     The result is deterministic, so a restart sends the same messages again.
 
     Args: contexts: one for each permit among the outputs, in their order.
-    Returns: pairs; an output that is no permit gets the first permit's context.
+    Returns: pairs; an output that is not a permit gets the first permit's context.
     """
     first = contexts[0] if contexts else None
     performed: list[tuple[Output, Context | None]] = []

@@ -76,7 +76,7 @@ class Kind(Generic[A, R]):
     """The list argument along which an operation is split, over replicas and over messages. Empty:
     it is never split, and every rank gets the whole operation."""
     item_tokens: Callable[[A], list[int]] = lambda args: []
-    """Upper bound of the tokens of each item, including new ones."""
+    """Upper bound on the number of tokens of each item, including generated tokens."""
     num_tokens: Callable[[A, R], int] | None = None
     """Number of tokens that it processed, computed from its result. None: the sum of
     `item_tokens`."""

@@ -251,9 +251,8 @@ class SyncWeights(Message, frozen=True):
     version: int
     """The `seq` of the `publish_weights`."""
     keeps_kv: bool = False
-    """Whether samples that a cancel has stopped continue with the KV cache computed with the old
-    weights, as far as the deployment's `prefix_cache` has it. Otherwise it is recomputed with the
-    new weights."""
+    """Whether cancelled samples continue with the KV cache that the old weights computed, where the
+    deployment's `prefix_cache` still holds it. Otherwise it is recomputed with the new weights."""
 
 
 Args = (

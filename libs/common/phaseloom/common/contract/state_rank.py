@@ -193,10 +193,10 @@ class HoldVersion(Message, frozen=True):
 
 
 class BorrowMemory(Message, frozen=True):
-    """Borrow host memory from the node's budget for the time of an operation.
+    """Borrow host memory from the node's budget for the duration of an operation.
 
-    The rank has it until `ReturnMemory` or until the rank ends; it survives a restart of the state
-    manager. Answer: MemoryLent with a memfd. Repeating the request returns the same memory.
+    The rank keeps it until `ReturnMemory` or until the rank ends; it survives a restart of the
+    state manager. Answer: MemoryLent with a memfd. Repeating the request returns the same memory.
 
     Raises: RESOURCE_EXHAUSTED, with the numbers.
     """

@@ -24,7 +24,8 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """Cost relative to the cheapest strict round robin of the jobs present, regrouped for free at
     every arrival and departure. If the search did not find it, relative to a proven lower bound."""
     optimal_gap: float | None = None
-    """Largest relative error of a ratio to a lower bound; None: the ratio is exact."""
+    """Largest possible relative error of the ratio, because its denominator is a lower bound. None:
+    the ratio is exact."""
     slo_attainment: float | None = None
     """Share of jobs whose mean iteration is within SLO × their iteration alone."""
     slo_iterations: float | None = None
@@ -93,7 +94,7 @@ def groups_of(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
 
 
 def values(records: Iterable[Record], name: str) -> list[float]:
-    """Return a column's values of the records that have it. `more` has the other names."""
+    """Return the values of a column, a field of Record or a name in its `more`, where present."""
     column = (getattr(r, name) if hasattr(r, name) else r.more.get(name) for r in records)
     return [float(value) for value in column if value is not None]
 

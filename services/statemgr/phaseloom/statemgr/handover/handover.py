@@ -77,7 +77,7 @@ class Handover:
     """Host copies whose memory or file exists, by number."""
 
     def accept(self, handles: list[int], fds: list[int]) -> None:
-        """Accept some handles of the previous daemon, each with its descriptor.
+        """Accept handles of the previous daemon, each with its descriptor.
 
         Raises: CallerError: the numbers of handles and descriptors differ, or a handle occurs
                  twice.

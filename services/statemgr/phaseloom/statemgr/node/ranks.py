@@ -71,7 +71,7 @@ class Ranks:
     # --- calls -----------------------------------------------------------------------------------
 
     async def order(self, rank: Rank, message: CopyOrder, fds: Sequence[int] = ()) -> Copied:
-        """Have a rank copy. A rank that has left, or does not answer in time, is lost.
+        """Make a rank copy memory. A rank that has exited, or does not answer in time, is lost.
 
         Args:   fds: descriptors of the memory to copy to or from; empty: the rank's own extent.
         Raises: ResourceError: the rank is lost, or its copy failed and was rolled back.

@@ -312,7 +312,7 @@ class HostCopy:
     """The xxh3-128 in hex that every load is verified by; empty: the copy is dirty, or not
     whole."""
     is_dirty: bool = False
-    """Whether the copy is whole but its digest is not taken yet."""
+    """Whether the copy is whole but its digest has not been computed yet."""
     num_writes: int = 0
     """Number of times that the copy was overwritten; distinguishes the newest bytes from older
     ones."""

@@ -381,8 +381,8 @@ class VersionMoves:
     ranks: Ranks
     directory: StateDirectory
     under_way: dict[Version, asyncio.Future[None]] = field(default_factory=dict, init=False)
-    """Versions that are leaving memory, with a future that is done when the move has ended, whether
-    the version left or stays."""
+    """Versions that are leaving memory, each with a future that completes when the move ends,
+    whether or not the version left."""
     _writing: WeakValueDictionary[VersionKey, asyncio.Lock] = field(
         default_factory=WeakValueDictionary, init=False
     )

@@ -351,7 +351,7 @@ class LocalWpg:
             del self._freed[first]
 
     def devices_freed(self, first: CommandId) -> None:
-        """Record the leader's report that the permits of this batch need no devices any longer."""
+        """Record the leader's report that the permits of this batch no longer need devices."""
         freed = self._freed.get(first)
         if freed is not None and not freed.done():
             freed.set_result(None)

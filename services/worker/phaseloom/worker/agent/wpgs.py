@@ -49,7 +49,7 @@ Append = Callable[[Event, str], Awaitable[None]]
 
 
 class Wpgs:
-    """All WPGs that have ranks on this node, and the locks that order commands about them."""
+    """All WPGs that have ranks on this node, and the locks that serialize their commands."""
 
     def __init__(
         self,

@@ -35,8 +35,8 @@ _SUFFIX = ".safetensors"
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """The dtypes that can be read, by their names in safetensors."""
 _TIED: Final = {"lm_head.weight": "model.embed_tokens.weight"}
-"""Head → embedding. With tied embeddings a file may have either or both; a model has the
-embedding."""
+"""Name of a head → name of its embedding. If the two are tied, a file may contain either or both;
+the loaded model always has the embedding."""
 _DERIVED = ".rotary_emb.inv_freq"
 """Suffix of buffers that old files contain and that models compute themselves."""
 

@@ -266,7 +266,8 @@ class DeviceQueue:
         return await self._ranks.on_device_thread(lambda: self._executor.finish(args, shares))
 
     async def _generate_on_one(self, calls: list[DeviceCall]) -> None:
-        """Run `generate` operations together on one replica, including those that join them.
+        """Run `generate` operations as one batch on one replica, including operations that join
+        while it runs.
 
         If the replica has several ranks, all of them compute the same results, and the leader's
         backend announces joining requests to the others.

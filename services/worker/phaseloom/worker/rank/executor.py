@@ -49,7 +49,7 @@ class OperationRefused(Exception):
 
 
 _UNAVAILABLE_CODES = frozenset({Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED})
-"""Codes of a source of weights that is restarting or cannot be reached over the network."""
+"""Error codes that mean that a source of weights is restarting or cannot be reached."""
 
 
 class OperationDeferred(Exception):
@@ -159,7 +159,7 @@ class Executor:
     def part(
         self, requests: Sequence[Generate], replicas: Sequence[int] = ()
     ) -> Sequence[Generate]:
-        """This rank's part of requests that run together.
+        """Run this rank's share of a group of requests that run together.
 
         Args: replicas: the participating ranks, one for each replica; empty: all ranks.
         """

@@ -475,8 +475,8 @@ def _returns_within_grace(step: Step, slot: Slot) -> bool:
 
 
 def _usual_s(step: Step, slot: Slot, queued: set[str]) -> list[float]:
-    """Durations of the operations that usually follow in a phase and are not queued: one for each
-    kind of the holder that has not run in it."""
+    """Expected durations of operations that usually follow in the phase and are not queued yet: one
+    for each kind of operation that the holder has not yet run in the phase."""
     estimates_by_kind = _holder_estimates(step, slot)
     have_begun = [
         estimates_by_kind[kind].count for kind in slot.phase.kinds if kind in estimates_by_kind

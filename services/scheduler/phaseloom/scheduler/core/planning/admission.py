@@ -223,12 +223,13 @@ def nodes_among(
     first: Sequence[NodeId] = (),
     beside: bool = False,
 ) -> dict[Pool, list[NodeId]] | None:
-    """Find nodes for a job in a group, and free nodes if the group has too few.
+    """Choose nodes for a job from a group, adding free nodes if the group has too few.
 
     Prefers the nodes with the fewest members among those with enough host memory.
 
     Args: first: nodes to prefer.
-          beside: whether the need adds to what the job already has there. If not, it replaces it.
+          beside: whether the job needs the nodes in addition to those that it already has there,
+          or instead of them.
     Returns: nodes by pool, or None if the job does not fit.
     """
     nodes: dict[Pool, list[NodeId]] = {}

@@ -52,7 +52,7 @@ class Activation(msgspec.Struct):
         self.hinted_s = NOT_TOLD_S
 
     def opened_on(self, node: NodeId) -> bool:
-        """Record that a node has switched its part in.
+        """Record that a node has finished switching in its ranks.
 
         Returns: whether the confirmation was still outstanding.
         """

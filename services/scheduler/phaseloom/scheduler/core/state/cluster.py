@@ -127,7 +127,7 @@ class Bounds(msgspec.Struct, frozen=True):
     placement checks every group."""
 
     allowed_s: float = math.inf
-    """Longest iteration that all of their SLOs allow. inf: all are best effort."""
+    """Longest iteration time that meets the SLO of every job; inf if all jobs are best effort."""
     solo_s: float = 0.0
     """Longest iteration of a member alone, at worst-case durations."""
     train_s: float = 0.0

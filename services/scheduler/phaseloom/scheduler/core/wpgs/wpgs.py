@@ -2,10 +2,10 @@
 
 A WPG starts and dies as a whole, on any number of nodes: if it dies on one node, it is killed on
 the others. Each start is an *incarnation*. It begins when no rank of the previous incarnation is
-alive and all nodes are up. Messages of an older incarnation about devices are ignored.
+alive and all nodes are up. Messages about devices from an older incarnation are ignored.
 
 An incarnation starts from the newest seal, or from the seeds, and replays in order the operations
-that took effect after the seal. Operations that were permitted when the last incarnation died run
+that took effect after the seal. Operations that had a permit when the last incarnation died run
 again too, as `replay`, because their outcomes may have been stored.
 """
 

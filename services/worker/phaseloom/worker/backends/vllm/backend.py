@@ -306,7 +306,7 @@ class _Request:
     rows: list[_Row]
     """The rows, in the order of prompts and samples."""
     num_total: int
-    """Most new tokens of all its samples."""
+    """Maximum number of new tokens, summed over all its samples."""
     num_prompt_top: int
     """Number of likeliest tokens to return for each prompt token."""
     num_done: int = 0

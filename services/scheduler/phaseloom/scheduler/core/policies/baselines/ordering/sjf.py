@@ -16,8 +16,8 @@ STARVED_S = 1.0
 
 
 def _choose(view: DeviceView) -> Candidate:
-    """Return the shortest operation. Ties go to the earlier arrival, then the log entry, then the
-    key."""
+    """Return the shortest operation. Ties are broken by earliest arrival, then by log entry, then
+    by key."""
     starved = [c for c in view.candidates if _is_starved(c, view.now_s)]
     if starved:
         return min(starved, key=lambda c: c.by_arrival)
