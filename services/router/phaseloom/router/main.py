@@ -65,7 +65,7 @@ class RouterConfig(msgspec.Struct, frozen=True):
             check_name(tenant, "router.tenants")
         if len(set(self.tenants)) != len(self.tenants) or not self.tenants:
             raise CallerError(
-                f"tenants must be a non-empty list of different names, got {self.tenants}",
+                f"tenants must be a non-empty list of distinct names, got {self.tenants}",
                 field="router.tenants",
                 remedy="name each tenant once",
             )

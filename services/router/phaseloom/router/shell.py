@@ -229,7 +229,8 @@ class Router:
     # --- operations -----------------------------------------------------------------------------
 
     async def _handle(self, message: Msg) -> None:
-        """Route one message. If the bus fails, it is redelivered here or to another replica."""
+        """Route one message. If the bus fails, the message is redelivered, here or to another
+        replica."""
         try:
             await self._route(message)
         except (PhaseloomError, *_BUS_ERRORS) as error:

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HELLO_TIMEOUT_S = 10.0
-"""Time for a peer to prove its identity, and for the first agent to come."""
+"""Time allowed for a peer to prove its identity, and for the first agent to connect."""
 
 Answer = tuple[StateMessage, Sequence[int]]
 """An answer and its descriptors."""

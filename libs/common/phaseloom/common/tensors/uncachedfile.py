@@ -1,4 +1,4 @@
-"""Read files without the page cache, for bytes that are not read again soon."""
+"""Read files past the page cache, for bytes that will not be read again soon."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class BusConfig(msgspec.Struct, frozen=True):
     password: str
     replicas: Literal[1, 3] = 1
     """Number of servers that store each stream: 1, or 3 in a cluster of three or more. An even
-    number tolerates no more losses than one server less."""
+    number of servers tolerates no more losses than the odd number below it."""
 
 
 def addresses(url: str) -> list[str]:

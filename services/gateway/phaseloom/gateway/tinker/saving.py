@@ -216,13 +216,13 @@ def _checkpoint(
 
 def _path(record: ModelRecord, kind: str, name: str) -> str:
     # The SDK does not escape names in addresses.
-    is_told = name.isprintable() and len(name) <= _MAX_NAME_CHARS
-    if name in ("", ".", "..") or set(name) & set("/%?#\\") or not is_told:
+    is_short_text = name.isprintable() and len(name) <= _MAX_NAME_CHARS
+    if name in ("", ".", "..") or set(name) & set("/%?#\\") or not is_short_text:
         raise CallerError(
             f"invalid checkpoint name {name[:_MAX_NAME_CHARS]!r}",
             field="path",
-            remedy=f"use at most {_MAX_NAME_CHARS} characters, without / % ? # \\ and control "
-            "characters",
+            remedy=f"use at most {_MAX_NAME_CHARS} characters; / % ? # \\ and control characters "
+            "are not allowed",
         )
     return f"tinker://{record.id}/{kind}/{name}"
 

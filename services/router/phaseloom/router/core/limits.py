@@ -54,7 +54,8 @@ class Meter:
         self._unlogged = 0
         """Operations admitted here that are not in the log yet."""
         self._logged: deque[int] = deque()
-        """Log positions, after the reading's, of operations admitted here."""
+        """Log positions of the operations admitted here that the last reading of usage did not
+        include yet."""
         self._stored: deque[tuple[int, int]] = deque()
         """(stream sequence, bytes) of operations received here after the reading."""
         self._stored_bytes = 0

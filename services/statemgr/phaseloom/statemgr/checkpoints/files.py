@@ -415,7 +415,7 @@ def _number(path: Path) -> int:
 
 
 def _link(directory: Path, draft: Path, pinned: Path, name: str) -> None:
-    """Raises: OSError: a file is no plain file, or cannot be linked."""
+    """Raises: OSError: a file is not a regular file, or cannot be linked."""
     shutil.rmtree(draft, ignore_errors=True)
     files.make_directory(draft / name)
     try:

@@ -71,9 +71,9 @@ def layout_of(header: StateHeader) -> tuple[list[int], int]:
 
 
 def parts_in(read: Callable[[int, int], bytes], name: str) -> list[SectionRef]:
-    """The parts of a state file, whose header is verified. Raises: ResourceError: DATA_LOSS.
+    """The parts of a state file; verifies its header. Raises: ResourceError: DATA_LOSS.
 
-    Args: read: returns up to `length` bytes of the file from an offset on.
+    Args: read: returns up to `length` bytes of the file, starting at an offset.
     """
     prefix = read(0, PREFIX_BYTES)
     if len(prefix) != PREFIX_BYTES or not prefix.startswith(MAGIC):

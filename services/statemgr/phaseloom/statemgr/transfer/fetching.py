@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PEER_TIMEOUTS = 6.0
-"""Timeouts that one request to a peer may take while the peer reports progress."""
+"""Number of timeouts for which one request may last while the peer reports progress."""
 _STREAMS = 4
 """Streams to one source; one per thread that can decrypt."""
 _STREAM_BYTES = 4 * 1024 * 1024

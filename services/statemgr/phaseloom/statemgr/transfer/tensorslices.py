@@ -198,8 +198,8 @@ def slices_of_part(part: str, tensors: Iterable[TensorSlot], num_bytes: int) -> 
 
 
 def raw_slot(name: str, num_bytes: int) -> TensorSlot | None:
-    """The slot of the bytes between tensors that have this name, in a part of this size; None: the
-    name has another form."""
+    """The slot with this name that holds the bytes between tensors, in a part of this size; None:
+    the name is not of such a slot."""
     place = _RAW.fullmatch(name)
     if place is None or int(place[1]) >= num_bytes:
         return None

@@ -205,7 +205,7 @@ def skip_guess(step: Step, deployment: Deployment) -> bool:
 
 
 def send_hints(step: Step, name: str) -> None:
-    """Send and withdraw the hints that this step has changed for one job."""
+    """Send the hints of one job that are new in this step, and withdraw those that ended."""
     job = step.state.jobs.get(name)
     for deployment in step.deployments_of(job) if job is not None else []:
         _update_hint(step, deployment)

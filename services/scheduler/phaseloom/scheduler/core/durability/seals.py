@@ -48,8 +48,8 @@ def record_mutation(step: Step, deployment: Deployment, op: Op) -> None:
 def is_outcome_needed(state: State, key: OperationKey) -> bool:
     """Whether the stored outcome of an operation that ended long ago must be kept.
 
-    A rebuild compares replayed operations with their stored outcomes. An `attach` finds gaps among
-    the seqs by the stored outcomes.
+    A rebuild compares replayed operations with their stored outcomes. An `attach` uses the stored
+    outcomes to find gaps among the seqs.
     """
     deployment = state.deployments.get(key.deployment_name)
     if deployment is None or key.seq is None:

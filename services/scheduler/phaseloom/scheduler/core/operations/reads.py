@@ -151,7 +151,7 @@ def stop_reading(step: Step, deployment: Deployment, op: Op) -> None:
 
 
 def wake_at(step: Step, version: VersionKey, until_s: float) -> None:
-    """Look at a version again when it may no longer be named."""
+    """Check a version again once no operation may refer to it."""
     timer = f"version/{version.policy.job_key}/{version}"
     if timer not in step.state.timers:
         step.set_timer(timer, until_s)

@@ -39,7 +39,7 @@ from phaseloom.common.contract.specs import Cycle
 from phaseloom.scheduler.core.state.cluster import Member, Pool
 
 HORIZON_SLOTS = 28_800
-"""Number of one-second slots on the ring: eight hours."""
+"""Number of one-second slots on the ring, enough for eight hours."""
 SHORTEST_PERIOD_S = 20.0
 """Shorter cycles have no footprint, because one-second slots are too coarse for them. Only the duty
 limit restricts them."""

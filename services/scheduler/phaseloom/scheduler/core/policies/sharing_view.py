@@ -162,5 +162,5 @@ class Multiplexing(NamedTuple):
     predicts: bool = False
     """Whether the policy uses the claims' `ahead`."""
     is_eager: bool = False
-    """Whether an operation always starts as soon as sharing gains, so that placement policies can
-    rely on it."""
+    """Whether this policy always starts an operation as soon as sharing saves time, so that
+    placement policies can rely on it."""

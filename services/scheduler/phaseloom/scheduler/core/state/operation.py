@@ -35,7 +35,7 @@ class Op(msgspec.Struct):
     is_cancelled: bool = False
     """Whether the operation was cancelled. It gets no further permit."""
     is_settling: bool = False
-    """Whether the operation's stored outcome, which decides, is being looked up."""
+    """Whether the operation's stored outcome, which is authoritative, is being looked up."""
     permitted_s: float = 0.0
     """When the operation was last permitted."""
     num_bytes: int = 0
