@@ -254,8 +254,7 @@ class Mirror:
     def update(self, *, is_paused: bool) -> int:
         """Copy everything that has changed, and remove files that no longer exist.
 
-        Args:    is_paused: whether the processes are paused. If not, files may vanish during the
-                 copy.
+        Args:    is_paused: whether the processes are paused. If not, files may vanish meanwhile.
         Returns: the number of bytes copied.
         """
         self._target.mkdir(exist_ok=True)

@@ -65,8 +65,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Check that this machine can run the node.
 
         Raises: CallerError: a name, device, memory size, number of cores or interpreter is invalid,
-                 or
-                    this machine has fewer devices or less memory.
+                    or this machine has fewer devices or less memory.
         """
         check_name(self.pool, "mesh.nodes.pool")
         if not self.devices or min(self.devices) < 1:
@@ -191,8 +190,7 @@ class MeshConfig(msgspec.Struct, frozen=True):
 
         Raises: CallerError: a name is invalid or not unique, a directory is not a model directory
                     or not writable, a number is out of bounds, this machine lacks the devices, or
-                        there
-                    are no nodes or tenants.
+                    there are no nodes or tenants.
         """
         for node in self.nodes:
             node.check()

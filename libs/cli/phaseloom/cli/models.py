@@ -80,8 +80,7 @@ async def register(bus: Bus, model: RegisteredModel, *, replaces: bool = False) 
     """Store the registration of a model.
 
     Args:   replaces: whether to replace an earlier registration of the same name.
-    Raises: CallerError: ALREADY_EXISTS: the name is registered for another directory or other
-             files.
+    Raises: CallerError: ALREADY_EXISTS: the name is registered for something else.
     """
     stored = await bus.keys.get_raw(Bucket.MODELS, model.name)
     if stored is not None and not stored.is_gone and not replaces:

@@ -38,8 +38,7 @@ def child_specs(
 
     Args: sockets: a directory whose path is short enough for Unix sockets.
           secret: the mesh's secret. Agents and state managers authenticate to each other with it,
-              and
-              the scheduler signs tickets with it.
+              and the scheduler signs tickets with it.
     """
     bus = {
         "URL": credentials.url,

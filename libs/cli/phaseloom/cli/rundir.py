@@ -67,8 +67,7 @@ def run_to_resume(run: str, runs: Path) -> Path:
     """Return the directory of a run that has ended and can be resumed.
 
     Args:   run: its name under `runs`, or a path; empty: the newest run.
-    Raises: CallerError: NOT_FOUND: there is no such run. FAILED_PRECONDITION: the run has not
-             ended.
+    Raises: CallerError: NOT_FOUND: there is no such run. FAILED_PRECONDITION: it has not ended.
     """
     directory = find_run(Path(run) if run else None, runs).resolve()
     with locked(directory):

@@ -173,8 +173,7 @@ class Mesh:
         """Check the store before the services start, and return the marks of its streams.
 
         Raises: ResourceError: DATA_LOSS: the store has lost something. With `accepts_loss`, only if
-                 the
-                    store cannot be used at all.
+                    the store cannot be used at all.
         """
         try:
             marks = StoreMarks(self.run_dir / MARKS)
