@@ -294,7 +294,7 @@ class Deployment:
         The operation is refused if the job may fall back to the checkpoint, that is, for the latest
         two with a controller blob. Deployments that have loaded the checkpoint keep its files until
         they no longer need them. `Mesh.delete_checkpoint` does the same outside the order of
-        operations, and also after the job has ended.
+        operations, even after the job has ended.
         """
         args = ops.DeleteCheckpoint(name)
         return self._submit([args], after, ops.DeleteCheckpointResult, timeout_s)

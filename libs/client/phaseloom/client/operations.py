@@ -94,7 +94,7 @@ class OperationPart:
 
     @property
     def state(self) -> str:
-        """The operation's state as far as this controller knows."""
+        """The operation's state that this controller knows."""
         if not self.outcome.done():
             return "submitted"
         return "failed" if isinstance(self.outcome.result(), PhaseloomError) else "completed"

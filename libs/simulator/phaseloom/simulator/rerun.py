@@ -335,7 +335,7 @@ class _Devices:
         return self._state.nodes[node].devices[device].units
 
     def _max_units(self, key: DeploymentKey) -> int:
-        """The most units that the deployment's runtime can keep busy; 0: all of them."""
+        """Maximum number of units that the deployment's runtime can keep busy; 0: all of them."""
         deployment = self._state.deployments[str(key)]
         node, _ = deployment.places[0]
         backend = self._state.cluster.hosts[node].backends.get(deployment.spec.backend)

@@ -193,7 +193,7 @@ async def _lead(bus: Bus, settings: Config, gauges: Gauges, stop: asyncio.Event)
 async def _while_held(lease: Lease, leading: Coroutine[Any, Any, None]) -> None:
     """Lead while the lease is renewed. Renewal starts at once, because restoring takes time.
 
-    Raises: LeaseLost: another process may lead; nothing is performed any longer.
+    Raises: LeaseLost: another process may lead, so this one no longer acts.
     """
     tasks = [asyncio.create_task(lease.keep()), asyncio.create_task(leading)]
     try:

@@ -58,7 +58,7 @@ class Clock(Protocol):
     """The shell's clock, which tests can replace."""
 
     def now_s(self) -> float:
-        """Seconds since a fixed moment, the same as the log's as far as the clocks agree."""
+        """Seconds since a fixed moment, the same as the log's if the clocks agree."""
         ...
 
     async def wait(self, event: asyncio.Event, until_s: float | None) -> None:
@@ -153,7 +153,7 @@ class Shell:
         await self._all_stored()
 
     def now_s(self) -> float:
-        """Present time of the log's clock, as far as known."""
+        """Estimated present time of the log's clock."""
         return max(self.core.state.now_s, self._clock.now_s() - self._ahead_s)
 
     async def append(self, event: events.Event) -> None:

@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class Server:
-    """Answers the streams of other nodes, as far as their tickets permit."""
+    """Serves other nodes the streams that their tickets permit."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class Server:
     async def _confirm(self, stream: Stream, content: Served, name: str) -> None:
         """Check that a part still has its committed bytes, after they were sent.
 
-        Raises: ResourceError: DATA_LOSS: the part is bad, and may be fetched once more;
+        Raises: ResourceError: DATA_LOSS: the part is bad, and may be fetched again;
                 UNAVAILABLE: its policy makes it again. CallerError: the stream did not open the
                 part.
         """

@@ -231,7 +231,7 @@ class MirrorState(NodeCommand, frozen=True):
 
 
 class ReleaseVersions(NodeCommand, frozen=True):
-    """Drop these weights versions, which nothing needs any longer."""
+    """Drop these weights versions, which are no longer needed."""
 
     versions: list[VersionKey]
 

@@ -261,7 +261,7 @@ class SlowdownTable(msgspec.Struct, frozen=True, omit_defaults=True):
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings that the scheduler's core decides by: `[scheduler]` of the configuration.
 
-    Each setting has its type, default and documentation here alone. The scheduler's own
+    The type, default and documentation of each setting are only here. The scheduler's own
     configuration inherits them; the mesh file and the options of `phaseloom up` derive from them.
     """
 
@@ -275,7 +275,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     seconds."""
     quantum_s: float = 2.0
     """How long a job that holds a device goes first there, in seconds. Then the ready operations of
-    other jobs go first. 0: the ordering policy alone decides."""
+    other jobs go first. 0: only the ordering policy decides."""
     seal_every: int = 60
     """Mutating operations between two seals of a trainable deployment; 0: never seal."""
     max_losses: int = 3

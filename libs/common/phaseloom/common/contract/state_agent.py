@@ -146,7 +146,7 @@ class FetchState(Message, frozen=True):
     """Fetch this seal and these versions to this node's disk. Answer: Done.
 
     Files that the node already has complete, on disk or in host memory, are not fetched again. A
-    version that no source has any longer is skipped, because it was released meanwhile.
+    version that no source has is skipped, because it has been released in the meantime.
 
     Raises: DATA_LOSS: every source answered and none has the complete seal.
             UNAVAILABLE: a source did not answer.

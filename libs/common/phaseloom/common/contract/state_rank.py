@@ -148,7 +148,7 @@ class OpenVersion(Message, frozen=True):
     """The digest that a fetched version must have; empty: the one that its source reports."""
     permit: CommandId | None = None
     """The permit of the reading operation. Ranks that open the version under the same permit share
-    one verification. Without a permit the version is verified for this rank alone."""
+    one verification. Without a permit the version is verified only for this rank."""
     is_unverified: bool = False
     """Whether to skip the verification, because the rank first tries to get the bytes on its device
     (`OpenOnDevice`)."""

@@ -96,7 +96,7 @@ class Bus:
     ) -> Bus:
         """Connect, and create the streams and buckets of the mesh; see `connect`.
 
-        Raises: ResourceError: see `connect`; also if the server does not create the streams in
+        Raises: ResourceError: see `connect`, or the server does not create the streams in
                 time.
         """
         bus: Bus

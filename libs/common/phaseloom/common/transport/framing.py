@@ -4,7 +4,7 @@ A frame is a little-endian uint32 length and a MessagePack `Frame`. Its file des
 SCM_RIGHTS with its first byte. Used between the state manager, agents and ranks of one node.
 
 Invariants: frames never interleave; every received descriptor is passed to exactly one owner or
-closed; once `closed` is done, no call is pending. A peer that violates the protocol is
+closed; once `closed` completes, no call is pending. A peer that violates the protocol is
 disconnected, and the reason is logged. asyncio's transports cannot carry descriptors, so a `Peer`
 reads and writes its socket itself (`add_reader` and `add_writer`, which uvloop supports).
 """
@@ -113,7 +113,7 @@ class Peer(Generic[Body]):
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self.closed: asyncio.Future[str] = self._loop.create_future()
-        """Done when the connection has ended; the result is the reason. It never fails."""
+        """Completes when the connection ends; the result is the reason. It never fails."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Frame[Body]] = msgspec.msgpack.Decoder(
             Frame[body_type]

@@ -29,7 +29,7 @@ class _Group(Generic[T, R]):
         """Result of the store for the tasks that added further items. Created with the second
         item."""
         self.complete: asyncio.Future[None] | None = None
-        """Set while the first task waits for more items; done when it must stop waiting."""
+        """Set while the first task waits for more items; completes when it must stop waiting."""
 
 
 class GroupCommit(Generic[T, R]):

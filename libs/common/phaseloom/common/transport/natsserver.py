@@ -131,7 +131,7 @@ class EmbeddedServer:
 
     @property
     def members(self) -> dict[str, EmbeddedServer]:
-        """This server alone, in the form of `EmbeddedEnsemble.members`."""
+        """Only this server, in the form of `EmbeddedEnsemble.members`."""
         return {"nats": self}
 
     @property

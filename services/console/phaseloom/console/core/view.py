@@ -71,7 +71,7 @@ class _Counts:
 
 
 class _Newest(deque[T]):
-    """The newest items of a sequence, and the total number of items added so far."""
+    """The newest items of a sequence, and a count of all items that were added."""
 
     def __init__(self, length: int) -> None:
         super().__init__(maxlen=length)

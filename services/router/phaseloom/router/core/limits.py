@@ -46,7 +46,7 @@ class Reading(msgspec.Struct, frozen=True):
 
 
 class Meter:
-    """One tenant's usage of its limits, as far as this replica knows."""
+    """One tenant's usage of its limits that this replica knows of."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits

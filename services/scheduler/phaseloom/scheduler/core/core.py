@@ -82,7 +82,7 @@ AFTER_EACH_EVENT: tuple[tuple[FollowUp, Action], ...] = (
 )
 """The follow-ups that run after each event, in this order, each with its function."""
 MAX_PASSES = 2
-"""The most times that `AFTER_EACH_EVENT` runs after one event.
+"""Maximum number of times that `AFTER_EACH_EVENT` runs after one event.
 
 The second pass runs the follow-ups that a later one in the first pass requested. Requests made in
 the second pass wait for the next event. So an event costs at most two looks at the waiting jobs.

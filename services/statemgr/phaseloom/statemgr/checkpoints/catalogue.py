@@ -163,7 +163,7 @@ def saved_s(directory: Path) -> float:
 
 
 def _described(directory: Path, *, with_files: bool = False) -> SavedCheckpoint | None:
-    """Describe a checkpoint; None: the directory is no checkpoint, or was removed. Blocking."""
+    """Describe a checkpoint; None: the directory is not a checkpoint, or was removed. Blocking."""
     job, deployment, name = directory.parts[-3:]
     try:
         files = {

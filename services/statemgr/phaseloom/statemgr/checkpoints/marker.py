@@ -56,7 +56,7 @@ class Marker(msgspec.Struct, frozen=True):
 def decode_marker(text: bytes) -> Marker:
     """Decode a marker file.
 
-    Raises: ValueError: the text is no marker, or its checksum does not match.
+    Raises: ValueError: the text is not a marker, or its checksum does not match.
     """
     body = text[: -len(_signature(b""))] + b"}"
     if not text.endswith(_signature(body)):

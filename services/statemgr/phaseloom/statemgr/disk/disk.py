@@ -5,7 +5,7 @@ that the disk always has its next block, while others take checksums. Neither ho
 Blocking: call it in a thread.
 
 Aligned memory moves directly between its pages and the disk. Two kinds of bytes go through the page
-cache: the last bytes of a file, which are no whole page, and bytes that the kernel refuses to move
+cache: the last bytes of a file, which do not fill a page, and bytes that the kernel refuses to move
 directly (EINVAL). Direct and cached bytes never share a page, because blocks begin at multiples of
 the alignment. A test write and read on the disk decides which method is used.
 

@@ -75,13 +75,13 @@ class StateDirectory:
         return self._directory(key) / f"{kind}-{seq:d}{'-' if part else ''}{part}.state"
 
     def _directory(self, key: DeploymentKey) -> Path:
-        """Raises: CallerError: a name is no plain file name."""
+        """Raises: CallerError: a name is not a plain file name."""
         check_key(key)
         return self._root / key.tenant / key.job / key.deployment
 
     def scan(self) -> Iterator[tuple[Path, StateHeader]]:
         """Remove leftovers of a crash, then yield every readable seal and version with its header.
-        Unreadable files, and paths that are no plain file, are left alone and logged."""
+        Unreadable files, and paths that are not regular files, are left alone and logged."""
         self._clear_leftovers()
         for path in sorted(self._root.glob("*/*/*/*.state")):
             if not _NAME.match(path.name) or not _is_file(path):

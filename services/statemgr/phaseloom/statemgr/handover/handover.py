@@ -1,6 +1,6 @@
 """Handover: takes over the state of a killed state manager, from the handles that its agent kept.
 
-The manifest lists what was in memory, but everything is verified first:
+The manifest lists the former contents of memory. All of it is verified before use:
 
 - A weights version is adopted if its digest matches.
 - Each rank of a deployment returns and reports where its state is. Only the rank knows its heap. A

@@ -46,7 +46,7 @@ class Extent:
     def take_over(cls, fd: int, num_bytes: int) -> Extent:
         """Adopt an extent that another process made. Owns `fd` from here on, unless it raises.
 
-        Raises: OSError: the descriptor is no memfd. ValueError: its size is wrong or not sealed.
+        Raises: OSError: the descriptor is not a memfd. ValueError: its size is wrong or not sealed.
         """
         if os.fstat(fd).st_size != rounded(num_bytes):
             raise ValueError(f"it has {os.fstat(fd).st_size} bytes, not {rounded(num_bytes)}")
@@ -246,7 +246,7 @@ class HostMemory:
         return not self._extents[extent].num_holders
 
     def drop_pool(self, pool: str) -> None:
-        """Release all idle extents of `pool`, which must not be reused any longer."""
+        """Release all idle extents of `pool`, which must no longer be reused."""
         for number in self._idle_of(pool):
             self._give_up(number)
 

@@ -37,7 +37,7 @@ def bases_of(configured: Mapping[str, list[str]], section: str = "") -> dict[str
 
     Args:   configured: name → hashes.
             section: prefix of the field names in errors.
-    Raises: CallerError: an entry is no hash, or a hash has two names.
+    Raises: CallerError: an entry is not a hash, or a hash has two names.
     """
     names: dict[str, str] = {}
     for name, hashes in configured.items():

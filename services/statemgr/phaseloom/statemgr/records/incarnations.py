@@ -221,7 +221,7 @@ class Rank:
     def copied(self, applied: int, digest: str) -> None:
         """Record a new host copy in the memory of the old one.
 
-        Args: digest: of the new copy; empty: not taken yet.
+        Args: digest: of the new copy; empty: not computed yet.
         """
         assert self.copy is not None
         self.applied, self.copy.digest, self.copy.is_dirty = applied, digest, not digest

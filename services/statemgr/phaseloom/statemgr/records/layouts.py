@@ -22,7 +22,7 @@ class Layouts:
     def read(self, packed: bytes) -> TensorTable:
         """Decode a layout, or return the one in use with the same bytes.
 
-        Raises: CallerError: the bytes are no table of tensors.
+        Raises: CallerError: the bytes are not a table of tensors.
         """
         table = self._alive.get(packed)
         if table is None:

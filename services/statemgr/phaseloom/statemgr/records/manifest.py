@@ -157,7 +157,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(payload: bytes) -> Manifest:
-    """Raises: msgspec.DecodeError: it is no manifest."""
+    """Raises: msgspec.DecodeError: it is not a manifest."""
     return msgspec.msgpack.decode(
         payload, type=Manifest, dec_hook=lambda _, packed: TensorTable.read(packed)
     )

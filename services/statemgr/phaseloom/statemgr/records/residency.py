@@ -275,8 +275,8 @@ class Residency:
         """Check that a rank may register this heap and its scratch memory.
 
         Args:   table: the heap's layout.
-        Raises: CallerError: the layout is bad, a size is negative, the model's hash is no BLAKE3 in
-                hex, a frozen heap has host-only state, or the rank has registered already.
+        Raises: CallerError: the layout is bad, a size is negative, the model's hash is not hex
+                BLAKE3, a frozen heap has host-only state, or the rank has registered already.
                 ResourceError: RESOURCE_EXHAUSTED, with the numbers: the heap alone exceeds its
                 device.
         """
@@ -422,7 +422,7 @@ class Residency:
         """Record that the host copy of a rank is whole, and the rank offloaded if that was the
         purpose.
 
-        Args: digest: of the host copy; empty: not taken yet.
+        Args: digest: of the host copy; empty: not computed yet.
         """
         if rank.state is State.OFFLOADING:
             self.step(rank, Step.OFFLOAD_VERIFIED)

@@ -21,7 +21,7 @@ class SnapshotPart:
     num_bytes: int
     table: TensorTable = field(repr=False)
     checksums: bytes | None = field(default=None, repr=False)
-    """Checksums of the state's blocks (`blockhash`); None: not taken yet."""
+    """Checksums of the state's blocks (`blockhash`); None: not computed yet."""
 
     @property
     def tensors(self) -> list[TensorSlot]:

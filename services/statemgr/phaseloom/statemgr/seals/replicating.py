@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.2
 _NOT_THERE = frozenset({Code.NOT_FOUND, Code.DATA_LOSS})
-"""Codes of a source that will not have the whole file later either."""
+"""Error codes from a source that will never have the whole file."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ def _page_buffer(num_bytes: int) -> memoryview:
 def path_of(directory: StateDirectory, name: FileName) -> Path:
     """The path of a state file in a directory.
 
-    Raises: CallerError: there is no such kind, or a name is no plain file name.
+    Raises: CallerError: there is no such kind, or a name is not a plain file name.
     """
     match name.kind:
         case "seal":

@@ -89,7 +89,7 @@ def _num_changed(base: memoryview, content: memoryview) -> int:
 def apply(base: memoryview, delta: memoryview) -> memoryview:
     """Apply a delta to `base`.
 
-    Raises: DeltaError: it is no delta for this many bytes.
+    Raises: DeltaError: it is not a delta for this many bytes.
     """
     import numpy as np
 

@@ -147,7 +147,7 @@ Fragment = tuple[int, Box]
 def slots_of(slices: Sequence[Slice], num_bytes: int) -> list[TensorSlot]:
     """Convert slices to a layout of the reader's memory.
 
-    Raises: CallerError: a slice is no box, occurs twice, or is at an impossible offset.
+    Raises: CallerError: a slice is not a box, occurs twice, or is at an impossible offset.
     """
     slots = []
     for number, slice_ in enumerate(slices):

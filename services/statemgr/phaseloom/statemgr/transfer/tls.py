@@ -80,7 +80,7 @@ class Identity:
         """Load this node's identity from files.
 
         Args:   directory: has `ca.pem`, `node.pem` and `node.key`; see `certificates`.
-        Raises: CallerError: a file is missing or is no certificate.
+        Raises: CallerError: a file is missing or is not a certificate.
         """
         return cls(
             _context(ssl.PROTOCOL_TLS_SERVER, Path(directory)),

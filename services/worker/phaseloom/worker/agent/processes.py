@@ -43,7 +43,7 @@ class StartedRank(Protocol):
     """A rank that was started and may have ended."""
 
     ended: asyncio.Future[None]
-    """Done when the rank is dead and holds no resources of the node any longer."""
+    """Completes when the rank is dead and no longer holds resources of the node."""
     culprits: list[DeploymentKey]
     """The deployments to blame if the rank died with its shared process; empty if none was working
     or the process was not shared."""

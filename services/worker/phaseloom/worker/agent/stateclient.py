@@ -84,7 +84,7 @@ class AgentStateClient:
 
     @property
     def closed(self) -> asyncio.Future[str]:
-        """Done when the state manager is permanently gone."""
+        """Completes when the state manager is permanently gone."""
         return self._link.closed
 
     async def close(self) -> None:

@@ -98,7 +98,7 @@ class LocalWpg:
         """The span of the newest permitted operation. A switch that displaces this WPG links to
         it."""
         self.reason = _DIED
-        """Why the incarnation ended, as far as it is known."""
+        """The known reason for the end of the incarnation."""
         loop = asyncio.get_running_loop()
         self._up: asyncio.Future[None] = loop.create_future()
         self._is_killed = False

@@ -73,7 +73,8 @@ class Wpgs:
         self.by_deployment: dict[DeploymentKey, LocalWpg] = {}
         self.locks: defaultdict[DeploymentKey, FairReadWriteLock] = defaultdict(FairReadWriteLock)
         """Permits of reading operations share a deployment's lock. Permits of mutating operations,
-        and commands that start, stop, switch, seal or mirror the deployment, have it alone."""
+        and commands that start, stop, switch, seal or mirror the deployment, hold it exclusively.
+        """
         self.state_lock = asyncio.Lock()
         """Held by a command that moves state on a device: one at a time on a node."""
         self._by_token: dict[str, LocalWpg] = {}

@@ -366,7 +366,7 @@ class Divides(Protocol):
 
 
 def nothing() -> None:
-    """Do nothing. It is the `at_boundary` of a rank that has its device alone."""
+    """Do nothing. It is the `at_boundary` of a rank that does not share its device."""
 
 
 @dataclass(frozen=True)

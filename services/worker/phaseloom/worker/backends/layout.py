@@ -1,7 +1,7 @@
 """The layout of all managed tensors: weights, gradients, masters, AdamW moments and step counter.
 
-The heap lies on the device. The optimizer's part may live in host memory instead, at the end of the
-rank's host extent, behind the heap's copy. Offsets refer to that extent, which begins like the
+The heap is in device memory. The optimizer's part may live in host memory instead, at the end of
+the rank's host extent, behind the heap's copy. Offsets refer to that extent, which begins like the
 heap.
 
 All backends follow one rule. Regions follow one another, and each holds the parameters at 64-byte

@@ -45,7 +45,7 @@ def check_bad_words(params: SamplingParams, vocab_size: int) -> None:
 
 
 class Shaping:
-    """The tokens of a request's rows so far, as far as its parameters depend on them."""
+    """The tokens of a request's rows so far that its parameters depend on."""
 
     def __init__(
         self,

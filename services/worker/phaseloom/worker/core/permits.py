@@ -62,8 +62,8 @@ class CancelledOperations:
         return self._keeps_partial.get(key, False)
 
     def add_all(self) -> None:
-        """Treat every operation as cancelled from now on, because nobody waits for results any
-        longer."""
+        """Treat every operation as cancelled from now on, because nobody waits for the
+        results."""
         self._keeps_partial.clear()
         self._has_all = True
 

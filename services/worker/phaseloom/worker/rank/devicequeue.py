@@ -127,8 +127,8 @@ class DeviceQueue:
                 call.ended.set_result(None)
 
     def abandon_all(self) -> None:
-        """Stop a running `generate` between two tokens, because nobody waits for results any
-        longer."""
+        """Stop a running `generate` between two tokens, because nobody waits for the
+        results."""
         self._cancelled.add_all()
 
     def is_cancelled(self, key: OperationKey) -> bool:

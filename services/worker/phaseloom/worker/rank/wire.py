@@ -120,7 +120,7 @@ class MeetRanks(Message, frozen=True):
 
 class MeetAt(Message, frozen=True):
     address: str
-    """The host:port, used by this incarnation alone."""
+    """The host:port, used only by this incarnation."""
 
 
 class RankUp(Message, frozen=True):
@@ -150,9 +150,9 @@ class RunPermits(Message, frozen=True):
 
 
 class DevicesFreed(Message, frozen=True):
-    """Leader → agent: no permit of one `RunPermits` needs devices or state any longer.
+    """Leader → agent: the permits of one `RunPermits` no longer need devices or state.
 
-    Other operations may start before this is answered. Answer: Done.
+    Other operations may start before the answer arrives. Answer: Done.
     """
 
     first: CommandId

@@ -68,7 +68,7 @@ class RankStateClient:
     """A rank's connection to the state manager, which manages the rank's heap and orders its
     copies.
 
-    The rank must exit when `closed` is done, because nothing manages its memory from then on.
+    The rank must exit when `closed` completes, because nothing manages its memory from then on.
     """
 
     def __init__(
@@ -177,8 +177,7 @@ class RankStateClient:
         Args:    host_bytes: size of the state that exists only in `host_memory`.
                  frozen, model: as in `RegisterHeap`.
         Returns: the seq of the seal in the extent; the first switch-in loads it into the heap. 0:
-                 there
-                 is no seal, so fill the heap and call `commit_initial`.
+                 there is no seal, so fill the heap and call `commit_initial`.
         Raises:  ResourceError: no room; DATA_LOSS: the seal's file is corrupt. CallerError:
                  FAILED_PRECONDITION, with the numbers: the seal has a different layout.
         """

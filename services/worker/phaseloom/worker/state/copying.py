@@ -47,7 +47,7 @@ class Mapping:
     """An extent mapped into this process. Dropping the last reference unmaps it."""
 
     def __init__(self, fd: int, num_bytes: int, *, writable: bool) -> None:
-        """Map an extent and close `fd`, which the mapping does not need any longer."""
+        """Map an extent and close `fd`, which the mapping does not need."""
         mapped_bytes = max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
         try:
             self._map, self._start = map_file(fd, mapped_bytes, writable=writable)

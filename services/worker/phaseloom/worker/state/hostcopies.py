@@ -46,7 +46,7 @@ class HeapCopier:
         self.is_filled = False
         self.is_resident = False
         self.copied: tuple[int, str] = (0, "")
-        """The seq and digest of the host copy, as far as this rank knows."""
+        """The seq and digest of the host copy that this rank knows."""
 
     def register(
         self,

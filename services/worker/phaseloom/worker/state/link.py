@@ -2,7 +2,7 @@
 
 When a connection ends, the link connects again to the restarted daemon, which has inherited the
 state of its predecessor. Pending calls wait and are sent again, since all calls are idempotent.
-Invariant: `closed` is done exactly when there will be no further connection; every call then fails.
+Invariant: `closed` completes if and only if no connection will follow; then every call fails.
 """
 
 from __future__ import annotations

@@ -255,8 +255,8 @@ class RankVersions:
         byte.
 
         Call it in the runner's thread, so that nothing else reads the heap in between. If the
-        original weights cannot be restored, the process exits, because nobody may use the heap any
-        longer.
+        original weights cannot be restored, the process exits, because the heap is no longer
+        usable.
         Args: saved: memory that saves the heap's first bytes; the lent weights may overwrite any of
                  them.
         """

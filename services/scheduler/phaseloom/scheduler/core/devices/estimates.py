@@ -109,7 +109,7 @@ def began_s(state: State, deployment: Deployment, op: Op) -> float:
 
 
 def open_s(state: State, deployment: Deployment) -> float:
-    """Time at which a deployment's activation is or was open, as far as known."""
+    """Estimated time at which a deployment's activation is or was open."""
     return deployment.activation.opening_s + switch_s(state, deployment)
 
 

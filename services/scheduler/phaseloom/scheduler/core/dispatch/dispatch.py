@@ -43,7 +43,7 @@ REFUSAL_PAUSE_S = 0.5
 """Pause before a refused activation is tried again."""
 MAX_REFUSALS = 3
 _PERMANENT = frozenset({Code.RESOURCE_EXHAUSTED, Code.INVALID_ARGUMENT})
-"""Codes of refusals that would occur again at every try."""
+"""Error codes of refusals that every retry would meet again."""
 RETRY_PAUSE_S = 0.5
 """Pause before an operation whose permit came back unused is permitted again."""
 BUSY_FACTOR = 4
@@ -219,7 +219,7 @@ def _open(step: Step, deployment: Deployment, *, is_speculative: bool = False) -
     """Open an activation on all nodes of a deployment. Its epoch is the event's log sequence."""
     opening_on = deployment.nodes if len(deployment.wpg.assignments) > 1 else []
     deployment.activation.open(step.sequence, step.now_s, opening_on)
-    # A victim may lie on several of these nodes; it is sealed once, after the last one.
+    # A victim may occupy several of these nodes; it is sealed once, after the last one.
     displaced: list[Deployment] = []
     ranks = tails.ranks_of(deployment)
     for node in step.nodes_of(deployment):

@@ -29,8 +29,8 @@ from phaseloom.scheduler.core.state.transitions import JobState, OpState, WpgSta
 from phaseloom.scheduler.core.wpgs import moves
 
 _MOST_QUEUED = 64
-"""The most operations of a deployment that a prediction looks at. It bounds the cost if thousands
-are queued, and a quantum is over by then."""
+"""Maximum number of a deployment's operations that a prediction looks at. It bounds the cost if
+thousands are queued, and a quantum is over by then."""
 Queue = list[tuple[Candidate, str]]
 """Deployments in the order in which they are expected to start, each with the reason."""
 

@@ -164,10 +164,11 @@ def _may_begin(deployment: Deployment, op: Op) -> bool:
 
 
 def is_reachable(step: Step, deployment: Deployment, op: Op) -> bool:
-    """Whether the weights version that an operation reads can be fetched, as far as is known.
+    """Whether the weights version that an operation reads can be fetched, according to the known
+    state.
 
-    A version lies in the memory of its policy's node and may be lost with it. Unless it is also on
-    disk, the policy makes it again when it is rebuilt.
+    A version is stored in the memory of its policy's node and may be lost with it. Unless it is
+    also on disk, the policy makes it again when it is rebuilt.
     """
     if op.version is None:
         return True

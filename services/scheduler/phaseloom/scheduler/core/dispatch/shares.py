@@ -3,7 +3,7 @@
 A running deployment has a *share* of the compute units of its device. The multiplexing policy says
 how many units each one gets, and whether another deployment may start next to them. A share shrinks
 in two steps. First the rank is asked to give up units. Then, once it has confirmed that it no
-longer uses them or nothing of the deployment runs any longer, they go to others. A share grows at
+longer uses them or the deployment no longer runs anything, they go to others. A share grows at
 once, by free units. So shares never overlap, even if a process is killed in between: units that a
 dead rank was asked for are free because the rank is dead.
 

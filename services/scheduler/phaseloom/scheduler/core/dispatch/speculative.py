@@ -12,9 +12,9 @@ A wrong guess costs at most one switch. There is one guess per gap. Each wrong g
 doubles the number of gaps without a guess. Guesses change times, never results.
 
 **Hints.** If host memory may not hold all states of a node (the node is *crowded*), some of them
-lie on its NVMe. A state manager that knows which state is needed next can load it into host memory
-while the device is busy, and move the state that is needed last to disk. It gets a hint about a
-deployment whose operation waits for the device, and about the predicted next one: once per
+are stored on its NVMe. A state manager that knows which state is needed next can load it into host
+memory while the device is busy, and move the state that is needed last to disk. It gets a hint
+about a deployment whose operation waits for the device, and about the predicted next one: once per
 prediction, and again when the prediction turns out wrong or is overdue, or when the waiting
 operation is cancelled. A deployment that is switched in needs no hint.
 

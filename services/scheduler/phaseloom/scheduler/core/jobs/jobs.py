@@ -344,7 +344,7 @@ def _end(step: Step, job: Job, event: JobEvent, reason: str) -> None:
     retention.release_all(step, job)
     step.state.drop_trace(str(job.key))
     operations.forget_waiters(step, job.key)
-    # An ended job is kept for `outcome_retention_s`, but nobody needs its model specs any longer.
+    # An ended job is kept for `outcome_retention_s`, but its model specs are no longer needed.
     lean = [replace(spec, model=ModelSpec({})) for spec in job.spec.deployments]
     job.have(lean)
     kept_s = max(step.config.outcome_retention_s, MIN_KEPT_S)

@@ -58,7 +58,7 @@ def find_cycle(state: State, deployment: Deployment, op: Op) -> list[str]:
 
 
 def _waits_for(state: State, op_ref: _OpRef, open_seqs: dict[str, list[int]]) -> list[_OpRef]:
-    """The operations that an operation directly waits for, as far as they are known.
+    """The known operations that an operation directly waits for.
 
     Args: open_seqs: cache of the sorted open seqs of each deployment.
     """

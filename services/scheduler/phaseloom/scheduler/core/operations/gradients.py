@@ -2,7 +2,7 @@
 
 Gradients of `forward_backward`s add up until an `optim_step`. If one of them was not completed, the
 step is permitted as *partial*: the workers refuse it and zero the gradients, unless it says that it
-accepts partial gradients. The operations whose gradients were zeroed have no effect any longer and
+accepts partial gradients. The operations whose gradients were zeroed no longer have any effect and
 are never replayed.
 """
 

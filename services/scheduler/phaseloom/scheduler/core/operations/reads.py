@@ -83,8 +83,7 @@ def _policy(step: Step, version: VersionKey) -> Deployment | ErrorInfo:
 
 
 def _misfit(version_model: ModelSpec, spec: DeploymentSpec) -> str:
-    """Why a deployment cannot read weights of another model; empty: it can, as far as is known
-    here."""
+    """Why a deployment cannot read weights of another model; empty: no reason is known."""
     own_model = spec.model
     if version_model.adapter is None:
         return (

@@ -49,8 +49,8 @@ class Need(msgspec.Struct, frozen=True):
     host_bytes: int = 0
     """Working set in the host memory of each node. 0 if unknown."""
     demands: tuple[Demand, ...] = ()
-    """Demands that each node must meet, sorted and without duplicates. This is no set, because a
-    set's order could change when a snapshot is restored."""
+    """Demands that each node must meet, sorted and without duplicates. It is not a set, because
+    a set's order could change when a snapshot is restored."""
 
 
 class Host(msgspec.Struct):

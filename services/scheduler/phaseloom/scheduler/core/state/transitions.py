@@ -58,7 +58,7 @@ class MoveStage(StrEnum):
     COPYING = "copying"
     """The deployment runs while its new nodes fetch the state that it will start from there."""
     LEAVING = "leaving"
-    """As soon as nothing runs on it, the deployment is sealed once more or stopped."""
+    """As soon as nothing runs on it, the deployment is sealed again or stopped."""
     LAST_SEALING = "last sealing"
     """The deployment gets no operations while it is sealed for the last time before it leaves."""
     LAST_COPYING = "last copying"

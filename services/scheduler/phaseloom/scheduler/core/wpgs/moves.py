@@ -4,7 +4,7 @@ The stages of a move and their transitions are in `state/transitions.py`. First 
 trains and has changed is sealed. It continues to run while its new nodes fetch the seal and the
 weights versions that it needs. Then it finishes its running operations and gets no new ones. If a
 replay of the operations since the seal would take longer than the copy took, the deployment is
-sealed and copied once more, this time at rest. Finally it is stopped, and its next incarnation
+sealed and copied again, this time at rest. Finally it is stopped, and its next incarnation
 starts on the new nodes as after a loss: from the seal, with the later operations replayed.
 Operations that arrive in the meantime wait.
 
@@ -161,7 +161,7 @@ _REASONS = {
 
 
 def advance(step: Step, deployment: Deployment, move: Relocation) -> bool:
-    """Advance the move of a running deployment as far as is possible now.
+    """Advance the move of a running deployment as far as possible.
 
     Returns: whether to stop the deployment now, so that it starts on its new nodes.
     """
@@ -209,7 +209,7 @@ def _measure_copies(step: Step, deployment: Deployment, move: Relocation) -> Mov
 
 
 def _request_last_seal(step: Step, deployment: Deployment, move: Relocation) -> MoveEvent | None:
-    """Seal once more if a replay of the operations since the seal would take longer than that."""
+    """Seal again if a replay of the operations since the seal would take longer than that."""
     # After a failed seal another try is unlikely to succeed: leave with the seal before it.
     has_failed = move.requested_seal and not deployment.durability.seal_asked
     if not _can_stop(deployment) or has_failed or _replay_s(deployment) <= move.copy_s:

@@ -177,7 +177,7 @@ def move(step: Step, deployment: Deployment, assignments: list[RankAssignment]) 
 
 
 def advance_moves(step: Step) -> None:
-    """Advance every move as far as this step's event allows."""
+    """Advance every move as far as this event allows."""
     for name in list(step.state.moving):
         deployment = step.state.deployments.get(name)
         if deployment is not None and deployment.move.relocation is not None:

@@ -1,7 +1,7 @@
 """Weights of a base model, shared by all ranks of a node whose adapters use that base.
 
-They lie in a file in the node's runtime directory, laid out like a heap, in the dtype of the
-computation. The file's name is a digest of the registered files and the layout. The first rank
+They are stored in a file in the node's runtime directory, laid out like a heap, in the dtype of
+the computation. The file's name is a digest of the registered files and the layout. The first rank
 writes it and all ranks map it read-only. Nothing of it is in a heap, so a switch moves none of it.
 
 On a GPU, each rank has a copy in its scratch memory. The copy counts towards the rank's memory and

@@ -1,8 +1,8 @@
 """A sampler's versions of adapters other than its own, on the same base.
 
-Each version lies in a slot of the rank's scratch memory that is as large as the deployment's own
-adapter. If all slots are in use, the least recently used version is evicted. Versions never change,
-so an entry stays valid until the scratch memory itself is given back.
+Each version is stored in a slot of the rank's scratch memory that is as large as the deployment's
+own adapter. If all slots are in use, the least recently used version is evicted. Versions never
+change, so an entry stays valid until the scratch memory itself is given back.
 """
 
 from __future__ import annotations

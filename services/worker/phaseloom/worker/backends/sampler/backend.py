@@ -1,7 +1,7 @@
 """The sampling backend: generates with a KV cache and computes log-probabilities.
 
 A token is drawn by inverting the CDF at a uniform number that depends only on (prompt seed, sample,
-position); see `rng`. Requests of one call are decoded as one batch, as far as memory allows.
+position); see `rng`. Requests of one call are decoded as one batch, up to the memory limit.
 Requests that join between two tokens enter the same batch. Each ends when its own samples have
 ended. A request that comes alone is a batch of its own, and its result always has the same bits.
 Every rank of a WPG holds the whole weights and generates for its own prompts, so there are no
@@ -382,7 +382,7 @@ class _Prompt:
     tokens_T: Ints
     start: Start
     max_tokens: int
-    """Most tokens that a sample of it may still get."""
+    """Maximum number of further tokens for each of its samples."""
     adapter: AdapterVersion | None
     """None stands for the deployment's own weights."""
 
@@ -418,7 +418,7 @@ class _Batch:
 
     @property
     def room(self) -> int:
-        """Most tokens that any row may still get."""
+        """Maximum number of further tokens for any row."""
         return max((rows.room for rows in self.waves), default=0)
 
     @property

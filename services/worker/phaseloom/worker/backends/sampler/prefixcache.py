@@ -1,8 +1,8 @@
 """Keys and values of earlier prompts and samples, found by their tokens.
 
-They lie in blocks of `BLOCK_TOKENS` tokens in the rank's scratch memory and never use more. The
-blocks form trees: the path to a block spells all tokens up to and including its own, so samples of
-one prompt share the prompt's blocks. When all blocks are in use, the least recently used one is
+They are stored in blocks of `BLOCK_TOKENS` tokens in the rank's scratch memory and never use more.
+The blocks form trees: the path to a block spells all tokens up to and including its own, so samples
+of one prompt share the prompt's blocks. When all blocks are in use, the least recently used one is
 evicted.
 
 Each tree belongs to one state of the weights, its *origin*. Origins count the changes of the
@@ -156,7 +156,7 @@ class PrefixCache:
         return kv_LCBKSD
 
     def store(self, tokens: Sequence[int], origin: int, cache: Cache, row: int) -> None:
-        """Cache the keys and values of a row, as far as there is room.
+        """Cache the keys and values of a row, or as many as there is room for.
 
         Args: tokens: the tokens of all columns of the row.
               origin: origin of the prefix that the row started from.

@@ -49,7 +49,7 @@ class Sampling:
     """One for each of its prompts in this batch, in order."""
     num_samples: int
     max_tokens: int
-    """Most tokens of a sample, those generated earlier included."""
+    """Maximum number of tokens of a sample, including those generated earlier."""
     params: SamplingParams
     stop_token_ids: list[int]
     """All tokens that end a sample."""
@@ -142,7 +142,7 @@ class Rows:
 
     @property
     def room(self) -> int:
-        """Most tokens that a row may still get."""
+        """Maximum number of further tokens for a row."""
         return self._tokens_RI.shape[1] - self._position
 
     def num_live(self) -> list[tuple[int, int]]:

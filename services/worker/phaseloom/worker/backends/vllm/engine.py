@@ -64,7 +64,7 @@ class Settings:
     kv_bytes: int
     """Size of the KV cache."""
     num_positions: int
-    """Most positions of a sequence."""
+    """Maximum length of a sequence, in positions."""
     tp: int = 1
     """Number of ranks that each layer is split over."""
     pp: int = 1
@@ -184,7 +184,7 @@ class Engine:
         self._added: AddedParts | None = None
 
     def _check_weights(self, memory: torch.Tensor) -> None:
-        """Check that all weights lie in the memory.
+        """Check that all weights are in `memory`.
 
         Raises: CallerError: vLLM moved some elsewhere, as it does with experts on CPUs.
         """

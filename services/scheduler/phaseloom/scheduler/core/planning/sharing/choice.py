@@ -173,8 +173,8 @@ def _fit(choice: _Choice, site: Site) -> tuple[float, Placed] | None:
 def _shift(choice: _Choice, site: Site) -> tuple[int, float]:
     """Return the micro-shift and the share of time in which the job meets others at it.
 
-    If no shift keeps every period clear (periods that are no multiples of each other, for example),
-    the shift is 0.
+    If no shift keeps every period clear (periods that are not multiples of each other, for
+    example), the shift is 0.
     """
     if choice.member.cycle is None:
         return 0, 0.0
