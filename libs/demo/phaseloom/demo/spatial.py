@@ -52,7 +52,7 @@ class Setting:
     jobs: tuple[str, ...] = ()
     """Names of the jobs; the jobs differ only in their seeds. Empty: one job for each task."""
     table: Path = TWO_CORES_TABLE
-    """The table of slowdowns that the scheduler decides by."""
+    """The table of slowdowns that the scheduler uses."""
     shares: bool = True
     """Whether sharing pays by the table. If not, `greedy` must not share. `fair` may share anyway,
     because it balances two jobs even if less gets done."""

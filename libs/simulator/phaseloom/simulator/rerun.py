@@ -58,7 +58,7 @@ def makespan_s(
     """Return the time from the window's start to the last predicted outcome of its operations.
 
     Args:   entries: the log, from its first entry, of a run in which no operations ran together.
-            multiplexing: the policy, which decides by the table of the recorded run's scheduler.
+            multiplexing: the policy, which uses the table of the recorded run's scheduler.
             table: the real slowdowns.
     Raises: ValueError: no operation that was queued in the window has ended, or some would not end
             within `LONGEST` times the window.

@@ -382,7 +382,7 @@ class SealRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     num_parts: int = 1
     parts: list[SealCommitted] = []
     committed: int = 0
-    """The seq of the previously committed seal, which stays valid until this one is whole; 0:
+    """The seq of the previously committed seal, which stays valid until this one is complete; 0:
     none."""
 
     @property

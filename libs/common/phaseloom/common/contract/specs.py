@@ -259,7 +259,7 @@ class SlowdownTable(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings that the scheduler's core decides by: `[scheduler]` of the configuration.
+    """The settings of the scheduler's core: `[scheduler]` of the configuration.
 
     The type, default and documentation of each setting are only here. The scheduler's own
     configuration inherits them; the mesh file and the options of `phaseloom up` derive from them.

@@ -105,7 +105,7 @@ class View:
     def __post_init__(self) -> None:
         self._newest = _Newest(self.history)
 
-    # --- what comes in --------------------------------------------------------------------------
+    # --- events and reports -----------------------------------------------------------------------
 
     def step(self, time_s: float, event: events.Event) -> None:
         """Fold the next event of the decision log. Events of one entry are passed one at a time."""

@@ -248,7 +248,7 @@ class _Archive:
 class Archives:
     """Checkpoints as tar files, read piece by piece.
 
-    An open archive holds its files open, so its content is whole and stays the same even if the
+    An open archive holds its files open, so its content is complete and stays the same even if the
     checkpoint is deleted. It is closed after a minute without a reader.
     """
 

@@ -2,7 +2,8 @@
 
 A snapshot never changes, and survives both its ranks and a kill of this daemon, because it is part
 of the node's manifest. The operation that requested the checkpoint is answered once the files are
-on disk. If the operation comes again, it waits for the write that is under way, or finds it done.
+on disk. If the operation is delivered again, it waits for the write that is under way, or finds it
+done.
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ class Exporter:
 
         Raises: CallerError: ALREADY_EXISTS: the name belongs to another operation. ResourceError:
                 ABORTED: there is no such snapshot; RESOURCE_EXHAUSTED: the disk is full, and
-                nothing of the checkpoint is left behind.
+                no part of the checkpoint is left behind.
         """
         key, operation = rank.wpg.key, request.operation
         async with self._locks[key]:

@@ -2,9 +2,9 @@
 
 A checkpoint is the directory `<root>/<tenant>/<job>/<deployment>/<name>`. While it is being written
 it is a draft, `.<name>.<node>.draft`, because other nodes may have the same root. If the daemon
-dies between the rename and its answer, the operation comes again, finds its work done and gets the
-same answer. Code that removes a name, or needs all files under it, holds the deployment's lock,
-`<root>/<tenant>/<job>/.<deployment>.lock`.
+dies between the rename and its answer, the operation is delivered again, finds its work done and
+gets the same answer. Code that removes a name, or needs all files under it, holds the deployment's
+lock, `<root>/<tenant>/<job>/.<deployment>.lock`.
 
 Pins let a deployment read again what it has loaded, even if the checkpoint is gone. A rebuild may
 have to repeat a `load_state` with the same bits after the checkpoint was deleted, overwritten or

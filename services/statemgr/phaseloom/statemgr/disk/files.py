@@ -165,8 +165,8 @@ class StateDirectory:
         path.unlink(missing_ok=True)
 
     def discard(self, *paths: Path) -> None:
-        """Remove files that nobody needs. A file that cannot be removed is logged and does no
-        harm."""
+        """Remove files that nobody needs. A file that cannot be removed is logged and is
+        harmless."""
         for path in paths:
             try:
                 self.remove(path)

@@ -27,7 +27,7 @@ class State(StrEnum):
     FILLING = "filling"
     """The rank has an extent, which holds no state yet."""
     HOST = "host"
-    """Rank: it is offloaded, and its host copy is whole. Host copy: it is in host memory."""
+    """Rank: it is offloaded, and its host copy is complete. Host copy: it is in host memory."""
     LOADING = "loading"
     """The host copy is being copied into device memory."""
     RESIDENT = "resident"
@@ -84,7 +84,7 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
 }
 ON_DEVICE = frozenset({State.LOADING, State.RESIDENT, State.OFFLOADING})
 ON_NVME = frozenset({State.DEMOTED, State.PROMOTING})
-"""States in which the only whole copy is the one on NVMe."""
+"""States in which the only complete copy is the one on NVMe."""
 
 
 class InvalidTransition(InternalError):
@@ -135,9 +135,9 @@ class Rank:
     """Bytes of state that exist in host memory only, after the copy of the heap."""
     table: TensorTable = field(default=EMPTY, repr=False)
     copy: HostCopy | None = None
-    """The host copy. None: the rank has no heap yet, or is frozen and has no whole copy yet."""
+    """The host copy. None: the rank has no heap yet, or is frozen and has no complete copy yet."""
     new_extent: int | None = None
-    """The extent of a frozen rank's next host copy, until that is whole."""
+    """The extent of a frozen rank's next host copy, until that copy is complete."""
     snapshot: int | None = None
     """The extent with the host-only state as it was when a seal was prepared, if any."""
     loans: dict[int, Loan] = field(default_factory=dict)
@@ -171,7 +171,7 @@ class Rank:
 
     @property
     def digest(self) -> str:
-        """The digest of the host copy; empty: the copy is dirty, or no copy is whole."""
+        """The digest of the host copy; empty: the copy is dirty, or no copy is complete."""
         return "" if self.copy is None else self.copy.digest
 
     @property

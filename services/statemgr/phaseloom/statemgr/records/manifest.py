@@ -102,7 +102,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     endpoint: str
     """host:port at which other nodes fetch versions."""
     fences: list[tuple[DeploymentKey, int]]
-    """Newest incarnation ever seen of each deployment."""
+    """Newest incarnation of each deployment seen so far."""
     wpgs: list[WpgEntry]
     versions: list[VersionEntry]
     host_copies: list[CopyEntry]

@@ -60,7 +60,7 @@ class Residency:
         self._wpgs: dict[DeploymentKey, Wpg] = {}
         self._tokens: dict[str, Rank] = {}
         self._fences: dict[DeploymentKey, int] = {}
-        """Newest incarnation ever seen of each deployment."""
+        """Newest incarnation of each deployment seen so far."""
         self._retired: set[Wpg] = set()
         """Lost or replaced incarnations that still hold memory."""
         self._num_uses = 0
@@ -259,11 +259,11 @@ class Residency:
         return wpg is not None and wpg.incarnation == incarnation and not wpg.is_lost
 
     def newest(self, key: DeploymentKey) -> int:
-        """The newest incarnation of the deployment that was ever here; 0: none."""
+        """The newest incarnation of the deployment that this node has had; 0: none."""
         return self._fences.get(key, 0)
 
     def fences(self) -> list[tuple[DeploymentKey, int]]:
-        """The newest incarnation ever seen of each deployment."""
+        """The newest incarnation of each deployment seen so far."""
         return sorted(self._fences.items())
 
     def holds_memory(self, wpg: Wpg) -> bool:
@@ -419,7 +419,7 @@ class Residency:
             rank.copy.overwritten()
 
     def finish_copy_out(self, rank: Rank, applied: int, digest: str = "") -> None:
-        """Record that the host copy of a rank is whole, and the rank offloaded if that was the
+        """Record that the host copy of a rank is complete, and the rank offloaded if that was the
         purpose.
 
         Args: digest: of the host copy; empty: not computed yet.

@@ -84,7 +84,7 @@ class Versions:
         return self._versions.get(key)
 
     def is_above(self, key: VersionKey) -> bool:
-        """Whether the version is whole and in host memory. False for a version in parts: its
+        """Whether the version is complete and in host memory. False for a version in parts: its
         manifest does not say which parts this node needs."""
         version = self._versions.get(key)
         if version is None or version.is_manifest:

@@ -4,8 +4,8 @@ later.
 A host copy is demoted when something else needs its memory. Its file is written, verified and
 fsynced, then the manifest names the file, and only then the memory is given back. A copy is
 promoted before it is loaded or sealed, or on a hint. At every moment the file or the memory is
-whole, so the next daemon finds one of them after a kill. A copy stays in host memory while its rank
-is on a device, or while it is being switched, sealed or moved.
+complete, so the next daemon finds one of them after a kill. A copy stays in host memory while its
+rank is on a device, or while it is being switched, sealed or moved.
 
 `node.stores.Moves` resolves two moves of one copy that meet.
 """

@@ -282,7 +282,7 @@ class Leader:
             )
 
     async def report_progress(self) -> None:
-        """Publish the progress of each running `generate` until cancelled. No service decides by
+        """Publish the progress of each running `generate` until cancelled. No service depends on
         it."""
         reported: dict[OperationKey, int] = {}
         while True:

@@ -224,7 +224,7 @@ class Outcomes:
         await until_done(lambda: self.bus.log.append(event, msg_id=msg_id), "append")
 
     async def notice(self, label: str, reason: str, operation: OperationKey) -> None:
-        """Publish a notice for people; no service decides by it."""
+        """Publish a notice for people; no service depends on it."""
         try:
             await self.bus.notice("worker", label, reason, str(operation))
         except nats.errors.Error as error:

@@ -223,7 +223,7 @@ def book_again(step: Step, deployment: Deployment) -> None:
 
 
 def vacate(step: Step, deployment: Deployment) -> None:
-    """Record that a deployment's processes are gone: nothing of it is running or resident."""
+    """Record that a deployment's processes are gone: no part of it is running or resident."""
     name = deployment.name
     deployment.activation.close()
     for key in list(deployment.activation.running):

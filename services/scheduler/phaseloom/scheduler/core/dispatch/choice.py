@@ -207,7 +207,7 @@ def view_of(
     """Make the view of a device that an ordering policy gets.
 
     Args: options: at least one.
-          may_wait: whether waiting is allowed here, for a policy that ever waits.
+          may_wait: whether waiting is allowed here, for a policy that can wait.
           is_plan: whether to estimate durations even if the policy does not use them.
     """
     present = candidate_of if policy.weighs or is_plan else _unweighed

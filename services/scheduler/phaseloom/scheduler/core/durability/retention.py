@@ -168,7 +168,7 @@ def _release(step: Step, job: Job, versions: list[VersionKey]) -> None:
         named = job.versions.drop_name(str(version))
         holder_nodes.update(named.nodes)
         touch_readers(step, named)
-    # A node that never had a version ignores its release, so too many nodes do no harm.
+    # A node that never had a version ignores its release, so naming too many nodes is harmless.
     release_at(step, holder_nodes, versions)
     published = [version for version in job.versions.published if version not in versions]
     job.versions.published = published

@@ -178,7 +178,7 @@ class Cluster(msgspec.Struct):
     """Jobs that wait for a placement, oldest first."""
     limits: Limits = Limits()
     num_groups: int = 0
-    """Number of groups ever created. Names the next group."""
+    """Number of groups created so far. Names the next group."""
     now_s: float = 0.0
 
 

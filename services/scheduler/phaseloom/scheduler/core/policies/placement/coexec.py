@@ -161,8 +161,8 @@ def _placements(settled: _Settled) -> Iterator[tuple[list[NodeId], list[NodeId]]
 
     For a job with one rollout node: each node of the group, then a new node. For a job with
     several: node sets of members of the same size, then windows over the nodes sorted by load, then
-    ever fewer nodes of the group combined with new ones. The number of candidates grows with the
-    number of nodes, not of subsets.
+    progressively fewer nodes of the group combined with new ones. The number of candidates grows
+    with the number of nodes, not of subsets.
     """
     cluster, member = settled.cluster, settled.member
     need = need_of(member, ROLLOUT)
