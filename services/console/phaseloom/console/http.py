@@ -194,13 +194,13 @@ async def _explain(request: web.Request) -> web.StreamResponse:
     target = request.match_info["what"]
     client = request.app[SHELL].bus.client
     if target.count(".") < 2:
-        job = _own_job(caller, target)
+        job = _visible_job(caller, target)
         status = await call_api(
             client, job.tenant, "job.status", api.JobRequest(job.job), api.JobStatus
         )
         return _json(request, status)
     key = parse_operation_key(target)
-    _own_job(caller, str(key.job_key))
+    _visible_job(caller, str(key.job_key))
     request_message = api.OperationRequest(key.job, key.deployment, key.slot)
     answer = await call_api(
         client, key.tenant, "operation.explain", request_message, api.Explanation
@@ -212,7 +212,7 @@ async def _explain(request: web.Request) -> web.StreamResponse:
 async def _trace(request: web.Request) -> web.StreamResponse:
     """Return the spans of an operation, as `phaseloom trace` shows them."""
     key = parse_operation_key(request.match_info["operation"])
-    _own_job(request.app[KEYS].of_request(request), str(key.job_key))
+    _visible_job(request.app[KEYS].of_request(request), str(key.job_key))
     return _json(request, await request.app[SHELL].legs(key))
 
 
@@ -221,10 +221,12 @@ async def _nodes(request: web.Request) -> web.StreamResponse:
     """Return the state stored on each node, by tier. A tenant sees its own state and the totals."""
     tenant = request.app[KEYS].of_request(request).tenant
     reports = await request.app[SHELL].reports()
-    return _json(request, {name: _seen_by(tenant, report) for name, report in reports.items()})
+    return _json(
+        request, {name: _visible_report(tenant, report) for name, report in reports.items()}
+    )
 
 
-def _seen_by(tenant: str, report: StatusReport | str) -> object:
+def _visible_report(tenant: str, report: StatusReport | str) -> object:
     if isinstance(report, str):
         return {"error": report}
     if not tenant:
@@ -245,7 +247,7 @@ def _seen_by(tenant: str, report: StatusReport | str) -> object:
 @routes.post("/api/cancel/{job}")
 async def _cancel(request: web.Request) -> web.StreamResponse:
     """End a job now, as `phaseloom cancel` does."""
-    job = _own_job(_operator(request), request.match_info["job"])
+    job = _visible_job(_operator(request), request.match_info["job"])
     client = request.app[SHELL].bus.client
     request_message = api.JobRequest(job.job, failed=True)
     return _json(
@@ -259,7 +261,7 @@ async def _drain(request: web.Request) -> web.StreamResponse:
     caller, target = _operator(request), request.match_info["what"]
     client = request.app[SHELL].bus.client
     if "." in target:
-        job = _own_job(caller, target)
+        job = _visible_job(caller, target)
         request_message = api.JobRequest(job.job)
         answer = await call_api(client, job.tenant, "job.drain", request_message, api.JobStatus)
         return _json(request, answer)
@@ -285,7 +287,7 @@ def _operator(request: web.Request) -> Caller:
     return caller
 
 
-def _own_job(caller: Caller, text: str) -> JobKey:
+def _visible_job(caller: Caller, text: str) -> JobKey:
     """Parse the name of a job that the caller may see.
 
     Raises: CallerError: the text is not a job's name, or the job belongs to another tenant.
@@ -340,8 +342,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         )
         return _refused(401, info)
     except PhaseloomError as error:
-        is_callers = isinstance(error, CallerError)
-        return _refused(_STATUS.get(error.info.code, 400 if is_callers else 500), error.info)
+        is_caller_error = isinstance(error, CallerError)
+        return _refused(_STATUS.get(error.info.code, 400 if is_caller_error else 500), error.info)
     except web.HTTPException as error:
         return _refused(error.status, ErrorInfo(Code.NOT_FOUND, error.reason))
     except nats.errors.Error as error:

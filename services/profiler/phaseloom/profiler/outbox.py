@@ -25,13 +25,13 @@ class Outbox:
         """
         self._send = send
         self._waiting: dict[JobKey, Emission] = {}
-        self._filled = asyncio.Event()
+        self._has_emissions = asyncio.Event()
 
     def put(self, emission: Emission) -> None:
         # A replaced emission moves to the end of the queue, so jobs take turns.
         self._waiting.pop(emission.trace.job, None)
         self._waiting[emission.trace.job] = emission
-        self._filled.set()
+        self._has_emissions.set()
 
     def drop(self, job: JobKey, msg_id: str | None = None) -> None:
         """Forget a job's waiting emission.
@@ -45,10 +45,10 @@ class Outbox:
     async def run(self) -> None:
         """Send emissions until cancelled."""
         while True:
-            await self._filled.wait()
+            await self._has_emissions.wait()
             batch = [self._waiting.pop(job) for job in [*self._waiting][:_MAX_AT_ONCE]]
             if not self._waiting:
-                self._filled.clear()
+                self._has_emissions.clear()
             async with asyncio.TaskGroup() as group:
                 for emission in batch:
                     group.create_task(self._send(emission))

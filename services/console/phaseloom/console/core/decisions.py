@@ -56,33 +56,35 @@ def decision_of(  # noqa: PLR0911, PLR0912 - one arm an event
             )
         case events.WpgStarted(deployment=key):
             reason = f"incarnation {event.incarnation}, as of operation {event.applied}"
-            return _of(time_s, key, f"started on {event.node}", reason)
+            return _deployment_decision(time_s, key, f"started on {event.node}", reason)
         case events.WpgLost(deployment=key) if event.error.code is Code.ABORTED:
             # The scheduler ordered this stop; its reason, such as a loss, has its own decision.
-            return _of(time_s, key, f"stopped on {event.node}", event.error.message)
+            return _deployment_decision(
+                time_s, key, f"stopped on {event.node}", event.error.message
+            )
         case events.WpgLost(deployment=key):
-            return _trouble(time_s, key, f"lost on {event.node}", event.error)
+            return _problem_decision(time_s, key, f"lost on {event.node}", event.error)
         case events.ActivationRefused(deployment=key):
-            return _trouble(time_s, key, f"not switched in on {event.node}", event.error)
+            return _problem_decision(time_s, key, f"not switched in on {event.node}", event.error)
         case events.PermitReturned(key=operation):
             key = operation.deployment_key
-            return _trouble(time_s, key, f"gave back {operation.slot}", event.error)
+            return _problem_decision(time_s, key, f"gave back {operation.slot}", event.error)
         case events.TailGathered(operations=[first, *_]):
             reason = f"{len(event.freed)} ranks have nothing left to do"
-            return _of(time_s, first.deployment_key, "long tail gathered", reason)
+            return _deployment_decision(time_s, first.deployment_key, "long tail gathered", reason)
         case events.SealFailed(deployment=key):
-            return _trouble(time_s, key, f"not sealed at {event.seq}", event.error)
+            return _problem_decision(time_s, key, f"not sealed at {event.seq}", event.error)
         case events.QueuedOperation(key=operation, error=error) if error is not None:
             title = f"refused {operation.slot}"
-            return _trouble(time_s, operation.deployment_key, title, error)
+            return _problem_decision(time_s, operation.deployment_key, title, error)
         case events.OperationFinished(key=operation) if event.outcome is not Outcome.COMPLETED:
             title = f"{event.kind} {operation.slot} {event.outcome}"
-            return _trouble(time_s, operation.deployment_key, title, event.error)
+            return _problem_decision(time_s, operation.deployment_key, title, event.error)
         case events.PhaseTrace(job=job) if event.drift:
             reason = f"{event.drift:+.0%} compared with before"
             return Decision(time_s, f"cycle is {event.period_s:.2f} s", reason, str(job))
         case _:
-            return _of_mesh(time_s, event)
+            return _mesh_decision(time_s, event)
 
 
 def moves_of(time_s: float, event: events.ReplanComputed) -> list[Decision]:
@@ -95,20 +97,20 @@ def moves_of(time_s: float, event: events.ReplanComputed) -> list[Decision]:
 
 def of_notice(time_s: float, notice: events.Notice) -> Decision:
     """Return the decision that a notice represents. All except routine ones count as trouble."""
-    about = f" {notice.subject}" if notice.subject else ""
-    title = f"{notice.what.replace('_', ' ')}{about}"
+    subject = f" {notice.subject}" if notice.subject else ""
+    title = f"{notice.what.replace('_', ' ')}{subject}"
     reason = f"{notice.source}: {notice.reason}"
     return Decision(time_s, title, reason, is_trouble=notice.what not in ROUTINE)
 
 
-def _of_mesh(time_s: float, event: events.Event) -> Decision | None:
+def _mesh_decision(time_s: float, event: events.Event) -> Decision | None:
     match event:
         case events.SchedulerConfigured(config=config):
             reason = f"placement {config.placement}, ordering {config.ordering}"
             return Decision(time_s, "scheduler configured", reason)
         case events.NodeUp():
-            several = "" if len(event.devices) == 1 else "s"
-            reason = f"{len(event.devices)} device{several} in pool {event.pool}"
+            plural_suffix = "" if len(event.devices) == 1 else "s"
+            reason = f"{len(event.devices)} device{plural_suffix} in pool {event.pool}"
             return Decision(time_s, f"node {event.node} is up", reason)
         case events.NodeLost():
             return Decision(time_s, f"node {event.node} lost", event.reason, is_trouble=True)
@@ -120,11 +122,13 @@ def _of_mesh(time_s: float, event: events.Event) -> Decision | None:
             return None
 
 
-def _of(time_s: float, key: DeploymentKey, title: str, reason: str) -> Decision:
+def _deployment_decision(time_s: float, key: DeploymentKey, title: str, reason: str) -> Decision:
     return Decision(time_s, f"{key.deployment} {title}", reason, str(key.job_key))
 
 
-def _trouble(time_s: float, key: DeploymentKey, title: str, error: ErrorInfo | None) -> Decision:
+def _problem_decision(
+    time_s: float, key: DeploymentKey, title: str, error: ErrorInfo | None
+) -> Decision:
     reason = "" if error is None else f"{error.code}: {error.message}"
     text = f"{key.deployment} {title}"
     return Decision(time_s, text, reason, str(key.job_key), is_trouble=True)

@@ -26,18 +26,18 @@ class Ran(NamedTuple):
 class History:
     """At least the newest `WINDOW` executed operations, in the order of their ends."""
 
-    __slots__ = ("_names", "_numbers", "_times_s", "_which")
+    __slots__ = ("_name_indices", "_names", "_numbers", "_times_s")
 
     def __init__(self) -> None:
         self._names: list[tuple[str, str]] = []
         self._numbers: dict[tuple[str, str], int] = {}
         """Index of each (deployment, kind) in `_names`."""
-        self._which = array("I")
+        self._name_indices = array("I")
         self._times_s = array("d")
         """Three times for each operation: ready, start, end."""
 
     def __len__(self) -> int:
-        return len(self._which)
+        return len(self._name_indices)
 
     def append(self, name: tuple[str, str], ready_s: float, start_s: float, end_s: float) -> None:
         """Add the newest operation.
@@ -48,10 +48,10 @@ class History:
         if number is None:
             number = self._numbers[name] = len(self._names)
             self._names.append(name)
-        self._which.append(number)
+        self._name_indices.append(number)
         self._times_s.extend((ready_s, start_s, end_s))
-        if len(self._which) > _MAX_LENGTH:
-            del self._which[:-WINDOW]
+        if len(self._name_indices) > _MAX_LENGTH:
+            del self._name_indices[:-WINDOW]
             del self._times_s[: -3 * WINDOW]
 
     def newest(self, count: int) -> list[Ran]:
@@ -60,7 +60,7 @@ class History:
 
     def _from(self, first: int) -> Iterator[Ran]:
         times_s = iter(self._times_s[3 * first :])
-        names = (self._names[number] for number in self._which[first:])
+        names = (self._names[number] for number in self._name_indices[first:])
         for (deployment, kind), ready_s, start_s, end_s in zip(
             names, times_s, times_s, times_s, strict=True
         ):

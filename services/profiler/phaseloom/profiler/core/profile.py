@@ -147,7 +147,7 @@ class _Job:
     idle_since: dict[str, tuple[_Kind, float]] = field(default_factory=dict)
     """For each pool on which no operation of the job is ready: the kind that ran there last, and
     when it ended."""
-    reported: PhaseTrace | None = None
+    last_trace: PhaseTrace | None = None
     reviewed_s: float = float("-inf")
 
 
@@ -212,9 +212,9 @@ class Profiler:
         if key not in job.ready_s:
             job.num_ready[key.deployment] += 1
         job.ready_s[key] = time_s
-        waited = job.idle_since.pop(self._pools.get(key.deployment_key, ""), None)
-        if waited:
-            kind, since_s = waited
+        idle = job.idle_since.pop(self._pools.get(key.deployment_key, ""), None)
+        if idle:
+            kind, since_s = idle
             kind.gaps_s.append(max(0.0, time_s - since_s))
 
     def _finish(self, sequence: int, time_s: float, event: OperationFinished) -> None:
@@ -243,8 +243,8 @@ class Profiler:
         pool = self._pools.get(key.deployment_key)
         if pool is None:
             return
-        coming = {*job.num_ready, *(operation.deployment for operation in self.ready)}
-        if any(self._pool(key, deployment) == pool for deployment in coming):
+        next_deployments = {*job.num_ready, *(operation.deployment for operation in self.ready)}
+        if any(self._pool(key, deployment) == pool for deployment in next_deployments):
             kind.gaps_s.append(0.0)
             job.idle_since.pop(pool, None)
         else:
@@ -260,9 +260,9 @@ class Profiler:
         job = self._jobs[key]
         job.reviewed_s = time_s
         trace = self._trace(key, job)
-        if job.reported is not None and not is_news(job.reported, trace):
+        if job.last_trace is not None and not is_news(job.last_trace, trace):
             return None
-        job.reported = trace
+        job.last_trace = trace
         # The job is part of the id, because one entry may bring news of several jobs.
         return Emission(f"profiler:{key}:{sequence}", trace)
 
@@ -277,24 +277,24 @@ class Profiler:
             cycle.segments,
             estimates,
             worst_period_s=cycle.period_s + _excess_s(cycle, estimates),
-            drift=_drift(job.reported, cycle.period_s),
+            drift=_drift(job.last_trace, cycle.period_s),
             num_optim_steps=_num_optim_steps(cycle),
         )
 
     def _cycle(self, key: JobKey, job: _Job) -> Cycle | None:
-        near = find_cycle(self._spans(key, job.ran.newest(NEAR_WINDOW)))
-        is_all = len(job.ran) <= NEAR_WINDOW
-        if is_all or (near is not None and near.num_turns >= MAX_CYCLES):
-            return near
+        recent_cycle = find_cycle(self._spans(key, job.ran.newest(NEAR_WINDOW)))
+        is_whole_history = len(job.ran) <= NEAR_WINDOW
+        if is_whole_history or (recent_cycle is not None and recent_cycle.num_turns >= MAX_CYCLES):
+            return recent_cycle
         return find_cycle(self._spans(key, job.ran.newest(WINDOW)))
 
     def _spans(self, key: JobKey, ran: list[Ran]) -> list[Span]:
-        own_clock = OwnClock(ran)
+        job_clock = OwnClock(ran)
         names = {r.deployment for r in ran}
         pools = {name: pool for name in names if (pool := self._pool(key, name))}
         return [
             Span(
-                pools[r.deployment], r.deployment, r.kind, own_clock(r.start_s), own_clock(r.end_s)
+                pools[r.deployment], r.deployment, r.kind, job_clock(r.start_s), job_clock(r.end_s)
             )
             for r in ran
             if r.deployment in pools
@@ -321,12 +321,12 @@ class OwnClock:
         waits = merge((r.ready_s, r.start_s) for r in ran)
         self._stalls: list[Interval] = subtract(waits, merge((r.start_s, r.end_s) for r in ran))
         self._starts = [start for start, _ in self._stalls]
-        self._before = list(accumulate((e - s for s, e in self._stalls), initial=0.0))
+        self._previous_stalls_s = list(accumulate((e - s for s, e in self._stalls), initial=0.0))
 
     def __call__(self, time_s: float) -> float:
         i = bisect_right(self._starts, time_s)
         inside_s = max(0.0, self._stalls[i - 1][1] - time_s) if i else 0.0
-        return time_s - (self._before[i] - inside_s)
+        return time_s - (self._previous_stalls_s[i] - inside_s)
 
 
 def _excess_s(cycle: Cycle, estimates: Iterable[KindEstimate]) -> float:
@@ -347,18 +347,18 @@ def _num_optim_steps(cycle: Cycle) -> int:
     return max(1, round(sum(steps)))
 
 
-def _drift(reported: PhaseTrace | None, period_s: float) -> float:
+def _drift(last_trace: PhaseTrace | None, period_s: float) -> float:
     """Return the relative change since the last reported period, or 0 if it is too small to
     report."""
-    before_s = reported.period_s if reported else 0.0
-    if before_s <= 0 or abs(period_s - before_s) <= max(MIN_CHANGE * before_s, MIN_CHANGE_S):
+    previous_s = last_trace.period_s if last_trace else 0.0
+    if previous_s <= 0 or abs(period_s - previous_s) <= max(MIN_CHANGE * previous_s, MIN_CHANGE_S):
         return 0.0
-    return period_s / before_s - 1.0
+    return period_s / previous_s - 1.0
 
 
-def is_news(reported: PhaseTrace, trace: PhaseTrace) -> bool:
+def is_news(last_trace: PhaseTrace, trace: PhaseTrace) -> bool:
     """Return whether a figure changed by more than `MIN_CHANGE`, appeared or disappeared."""
-    before, after = _figures(reported), _figures(trace)
+    before, after = _figures(last_trace), _figures(trace)
     return before.keys() != after.keys() or any(
         abs(after[name] - value) > max(MIN_CHANGE * abs(value), MIN_CHANGE_S)
         for name, value in before.items()

@@ -150,14 +150,14 @@ class Handover:
         wpg.num_ranks = entry.num_ranks or len(entry.ranks)
         if entry.prepared is not None:
             wpg.prepared = PreparedSeal(entry.prepared)
-        for index, described in enumerate(entry.ranks):
-            wpg.ranks.append(Rank(wpg, index, described.device, described.token))
+        for index, rank_entry in enumerate(entry.ranks):
+            wpg.ranks.append(Rank(wpg, index, rank_entry.device, rank_entry.token))
         if max(wpg.devices) >= len(self.records.residency.device_budget_bytes):
             self._lose(wpg, "its device is no longer configured")
             return
         self.records.residency.take_over(wpg)
-        for rank, described in zip(wpg.ranks, entry.ranks, strict=True):
-            if not self._restore_rank(rank, described):
+        for rank, rank_entry in zip(wpg.ranks, entry.ranks, strict=True):
+            if not self._restore_rank(rank, rank_entry):
                 self.records.residency.end_seal(wpg)
                 self._lose(wpg, "its memory does not match the index")
                 return
@@ -227,13 +227,13 @@ class Handover:
         self.host_seals.records[seal.key, seal.seq] = seal
 
     def _restore_snapshot(self, snapshot: Snapshot) -> None:
-        adopted: list[int] = []
+        adopted_extents: list[int] = []
         for part in snapshot.parts:
             if not self._take_extent(part.extent, part.num_bytes, str(snapshot)):
-                for extent in adopted:
+                for extent in adopted_extents:
                     self.memory.free(extent)
                 return
-            adopted.append(part.extent)
+            adopted_extents.append(part.extent)
         self.records.snapshots[snapshot.key, snapshot.operation] = snapshot
 
     def _take_extent(
@@ -421,15 +421,15 @@ class Handover:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                await self.ledger.until(lambda: not self._awaited())
+                await self.ledger.until(lambda: not self._awaited_ranks())
         except TimeoutError:
-            for wpg in {rank.wpg for rank in self._awaited()}:
+            for wpg in {rank.wpg for rank in self._awaited_ranks()}:
                 self._lose(wpg, f"not all of its ranks came back within {timeout_s:.0f} s")
         for copy in self.records.host_copies.all():
             self.copies.compare_later(copy)
         return self._lost
 
-    def _awaited(self) -> list[Rank]:
+    def _awaited_ranks(self) -> list[Rank]:
         return [rank for rank in self._missing if rank.state is not State.LOST]
 
     def _lose(self, wpg: Wpg, reason: str) -> None:
