@@ -210,7 +210,7 @@ def test_job_waits_for_nodes_that_are_down_or_unknown() -> None:
     def why(need: Need, pool: str = "train") -> str:
         decision = admission.decide(cluster, Member("t.a", 0.0, {pool: need}), FIRST_GROUP)
         assert isinstance(decision, Waits)
-        return decision.why
+        return decision.reason
 
     assert why(Need(), "tpu") == "pool 'tpu': no node of this pool has ever registered"
     large = "every node that is large enough is down or drained"

@@ -78,7 +78,11 @@ SAMPLER = Capabilities(("forward", "generate"), divides=True, most_units=1)
 
 
 def host(**changes: Any) -> Host:
-    fields = {"beside": (1.2, 1.3), "device_bytes": 700, "backends": {"sampler": SAMPLER}}
+    fields = {
+        "rollout_slowdowns": (1.2, 1.3),
+        "device_bytes": 700,
+        "backends": {"sampler": SAMPLER},
+    }
     return Host("r0", "rollout", 1, 1000, 1.0, **{**fields, **changes})  # type: ignore[arg-type]
 
 
@@ -150,10 +154,10 @@ def decided(beside: tuple[float, ...], slo: float, **second: Any) -> Placed:
 def test_a_second_job_shares_the_rollout_node_where_in_turns_it_takes_one_of_its_own() -> None:
     alone = decided((), 1.5)
     assert alone.nodes["rollout"] != ["r000"]
-    assert "beside" not in alone.why
+    assert "beside" not in alone.reason
     shared = decided((1.2,), 1.5)
     assert shared.nodes == {"rollout": ["r000"], "train": ["t000"]}
-    assert shared.why == (
+    assert shared.reason == (
         "shares with 1 other job; all stay within their SLO budget; its rollouts run next to "
         "those of 1 other job and take up to 1.20 times as long as alone"
     )

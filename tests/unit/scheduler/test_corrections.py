@@ -27,14 +27,14 @@ from phaseloom.scheduler.core.dispatch import shares
 from phaseloom.scheduler.core.state.node import Slot
 from phaseloom.scheduler.core.state.observed import (
     ALONE,
-    ENOUGH,
-    HELD_FOR,
+    FINDING_LIFETIME,
     MEMORY,
+    MIN_OPERATIONS,
     UNKNOWN,
     Finding,
     Observed,
+    certain_slowdown,
     name_of,
-    surely,
 )
 from phaseloom.scheduler.core.state.outputs import Output, PublishNotice
 from phaseloom.scheduler.core.state.step import Step
@@ -74,9 +74,9 @@ def factors_of(seed: int, count: int, factor: float, spread: float = SPREAD) -> 
     """What is believed after each of so many operations."""
     observed, found = Observed("forward_backward", TRAIN), []
     for work_s, beside in works(random.Random(seed), count, factor, spread):
-        observed.take(work_s, beside)
+        observed.record(work_s, beside)
         finding = observed.findings.get(TRAIN)
-        found.append(1.0 if finding is None else surely([finding]))
+        found.append(1.0 if finding is None else certain_slowdown([finding]))
     return found
 
 
@@ -103,7 +103,7 @@ def test_what_is_found_is_right_on_average() -> None:
     for seed in range(40):
         observed = Observed("forward_backward", TRAIN)
         for work_s, beside in works(random.Random(seed), 150, 1.3):
-            observed.take(work_s, beside)
+            observed.record(work_s, beside)
         found.append(observed.findings[TRAIN].excess)
     assert math.exp(fmean(found)) == pytest.approx(1.3, rel=0.04)
 
@@ -111,8 +111,8 @@ def test_what_is_found_is_right_on_average() -> None:
 def test_nothing_is_learnt_where_all_have_the_same_company_for_the_same_part() -> None:
     observed, rng = Observed("generate", "decode_large"), random.Random(1)
     for _ in range(300):
-        observed.take(math.exp(rng.gauss(0.0, SPREAD)), {ALONE: 0.3, TRAIN: 0.7})
-    assert surely([observed.findings[TRAIN]]) == 1.0
+        observed.record(math.exp(rng.gauss(0.0, SPREAD)), {ALONE: 0.3, TRAIN: 0.7})
+    assert certain_slowdown([observed.findings[TRAIN]]) == 1.0
 
 
 def test_time_at_an_unknown_speed_spoils_nothing() -> None:
@@ -122,8 +122,8 @@ def test_time_at_an_unknown_speed_spoils_nothing() -> None:
         part = (0.0, 0.3, 0.6)[number % 3]
         other = (1.0, 0.5)[number % 2] * (1 - part)
         work_s = math.exp(rng.gauss(0.0, 0.05)) * (1 + 0.75 * part)
-        observed.take(work_s, {UNKNOWN: part, TRAIN: other, ALONE: 1 - part - other})
-    assert surely([observed.findings[TRAIN]]) == 1.0
+        observed.record(work_s, {UNKNOWN: part, TRAIN: other, ALONE: 1 - part - other})
+    assert certain_slowdown([observed.findings[TRAIN]]) == 1.0
     assert abs(observed.findings[TRAIN].excess) < 0.05
     assert UNKNOWN not in observed.findings
 
@@ -131,36 +131,38 @@ def test_time_at_an_unknown_speed_spoils_nothing() -> None:
 def test_one_that_took_ever_so_long_proves_nothing() -> None:
     observed, rng = Observed("generate", "decode_large"), random.Random(1)
     for _ in range(40):
-        observed.take(math.exp(rng.gauss(0.0, SPREAD)), {ALONE: 1.0})
-    observed.take(50.0, {TRAIN: 1.0})
+        observed.record(math.exp(rng.gauss(0.0, SPREAD)), {ALONE: 1.0})
+    observed.record(50.0, {TRAIN: 1.0})
     assert not observed.findings
-    for _ in range(int(ENOUGH)):
-        observed.take(math.exp(rng.gauss(0.0, SPREAD)), {TRAIN: 1.0})
-    assert surely([observed.findings[TRAIN]]) == 1.0
+    for _ in range(int(MIN_OPERATIONS)):
+        observed.record(math.exp(rng.gauss(0.0, SPREAD)), {TRAIN: 1.0})
+    assert certain_slowdown([observed.findings[TRAIN]]) == 1.0
 
 
 def test_what_was_found_is_held_and_at_last_tried_again() -> None:
     observed = Observed("forward_backward", TRAIN)
     for work_s, beside in works(random.Random(1), 100, 2.0):
-        observed.take(work_s, beside)
-    held = surely([observed.findings[TRAIN]])
+        observed.record(work_s, beside)
+    held = certain_slowdown([observed.findings[TRAIN]])
     assert held > 1.5
-    for _ in range(HELD_FOR):
+    for _ in range(FINDING_LIFETIME):
         observed.age()
-        observed.take(1.0, {ALONE: 1.0})
-        assert surely([observed.findings[TRAIN]]) == held
+        observed.record(1.0, {ALONE: 1.0})
+        assert certain_slowdown([observed.findings[TRAIN]]) == held
     observed.age()
     assert not observed.findings
     for work_s, beside in works(random.Random(2), 40, 1.0):
-        observed.take(work_s, beside)
-    assert surely([observed.findings[TRAIN]]) == 1.0, "what was seen before is nearly forgotten"
+        observed.record(work_s, beside)
+    assert certain_slowdown([observed.findings[TRAIN]]) == 1.0, (
+        "what was seen before is nearly forgotten"
+    )
 
 
 def test_the_more_certain_of_two_counts_more() -> None:
     sure, unsure = Finding(0.4, 0.05, 30.0), Finding(0.0, 0.5, 8.0)
-    assert surely([unsure]) == 1.0
-    assert surely([sure, unsure]) == pytest.approx(surely([sure]), rel=0.02)
-    assert surely([sure, sure]) > surely([sure])
+    assert certain_slowdown([unsure]) == 1.0
+    assert certain_slowdown([sure, unsure]) == pytest.approx(certain_slowdown([sure]), rel=0.02)
+    assert certain_slowdown([sure, sure]) > certain_slowdown([sure])
 
 
 def test_sizes_are_told_apart_by_powers_of_two() -> None:
@@ -384,7 +386,7 @@ def test_the_parts_of_an_operations_time_are_those_that_it_had() -> None:
     began_s, ended_s = run_of(world, "a.policy.2")
     come_s, gone_s = run_of(world, "b.sampler.2")
     whole_s = ended_s - began_s
-    parts = {company: found.sums[0][place] for place, company in enumerate(found.companies, 1)}
+    parts = {company: found.sums[0][place] for place, company in enumerate(found.combinations, 1)}
     assert parts == {
         "decode_large": pytest.approx((gone_s - come_s) / whole_s, abs=0.01),
         UNKNOWN: pytest.approx((ended_s - gone_s) / whole_s, abs=0.01),
@@ -432,6 +434,6 @@ def test_a_regression_finds_what_was_put_in(data: st.DataObject, companies: int)
         drawn = {name: rng.random() for name in (ALONE, *names)}
         whole = sum(drawn.values())
         beside = {name: part / whole for name, part in drawn.items()}
-        found.take(math.exp(1.0 + sum(truth[n] * beside[n] for n in names)), beside)
+        found.record(math.exp(1.0 + sum(truth[n] * beside[n] for n in names)), beside)
     for name in names:
         assert found.findings[name].excess == pytest.approx(truth[name], abs=0.08)

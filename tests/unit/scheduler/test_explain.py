@@ -32,7 +32,7 @@ def test_no_reason_of_a_placement_policy_names_a_job(name: str) -> None:
         newcomer = job(f"here.j{number}", 90, 110, 1.4)
         decision = admission.decide(cluster, newcomer, PLACEMENTS[name])
         assert isinstance(decision, Placed | Waits)
-        reasons.append(decision.why)
+        reasons.append(decision.reason)
         if isinstance(decision, Waits):
             break
         groups.join(cluster, newcomer, decision)

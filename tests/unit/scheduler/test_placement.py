@@ -584,7 +584,7 @@ def test_departure_has_moves_computed_which_an_event_brings_back(gather: str) ->
     world.run()
     assert nodes(world, "a") == nodes(world, "b") == nodes(world, "c") == {"r0", "t0"}
     assert world.core.state.cluster.placed == dict.fromkeys(["t.a", "t.b", "t.c"], "g1")
-    assert "all together" in world.core.state.jobs["t.b"].why_here
+    assert "all together" in world.core.state.jobs["t.b"].placement_reason
     world.feed(computed)
     world.run()
     assert len(told(world, "job moved")) == 2, "the same answer again changes nothing"

@@ -70,7 +70,7 @@ def placed(cluster: Cluster, policy: str, member: Member) -> Placed:
 def waits(cluster: Cluster, policy: str, member: Member) -> str:
     decision = place(cluster, policy, member)
     assert isinstance(decision, Waits), decision
-    return decision.why
+    return decision.reason
 
 
 @pytest.mark.parametrize("policy", ALL)
@@ -79,7 +79,7 @@ def test_first_job_gets_nodes_of_its_own(policy: str) -> None:
     decision = placed(cluster, policy, job("a", 3))
     assert decision.group == ""
     assert decision.nodes == {"train": ["train0", "train1", "train2"]}
-    assert "3 of train" in decision.why
+    assert "3 of train" in decision.reason
 
 
 def test_isolated_waits_where_sharing_would_do() -> None:
@@ -118,7 +118,7 @@ def test_commensurate_periods_and_no_interference_are_preferred(policy: str, sca
         )
     decision = placed(cluster, policy, job("new", cycle=cycle(300.0 * scale, 60.0 * scale)))
     assert decision.group == "g2"
-    assert "overlaps with other jobs 0.0% of the time" in decision.why
+    assert "overlaps with other jobs 0.0% of the time" in decision.reason
 
 
 def test_second_job_is_shifted_into_the_gap_of_the_first() -> None:
@@ -135,7 +135,7 @@ def test_group_that_nobody_is_shifted_clear_of_tells_how_much_they_meet() -> Non
     placed(cluster, "spread", job("a", cycle=cycle(289.0, 58.0)))
     decision = placed(cluster, "spread", job("b", cycle=cycle(285.0, 58.0)))
     assert decision.shift_s == 0
-    assert "overlaps with other jobs 4." in decision.why
+    assert "overlaps with other jobs 4." in decision.reason
 
 
 @pytest.mark.parametrize("policy", SHARING)

@@ -15,7 +15,7 @@ def test_solo_shares_nothing_and_waits_for_nodes() -> None:
     keep(cluster, job("a", 10, 10), place(cluster, job("a", 10, 10)))
     decision = place(cluster, job("b", 10, 10))
     assert isinstance(decision, Waits)
-    assert "1 of pool rollout (0 free), 1 of pool train (0 free)" in decision.why
+    assert "1 of pool rollout (0 free), 1 of pool train (0 free)" in decision.reason
 
 
 def test_colocated_takes_nodes_of_the_one_pool_that_a_job_declares() -> None:
@@ -70,5 +70,5 @@ def test_gavel_shares_whole_groups_by_the_time_that_slos_need() -> None:
         assert keep(cluster, arriving, place(cluster, arriving)).group == group
     decision = place(cluster, job("e", 100, 100, 1.5))
     assert isinstance(decision, Waits)
-    assert "67% of a group's time" in decision.why
+    assert "67% of a group's time" in decision.reason
     assert not isinstance(decision, Placed)

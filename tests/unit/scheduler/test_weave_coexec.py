@@ -140,11 +140,13 @@ def test_waiting_tells_the_numbers() -> None:
     pin(cluster, "", job("a", 100, 100, 1.2), ["r000"], ["t000"])
     tight = place(cluster, job("b", 150, 100, 1.1))
     assert isinstance(tight, Waits)
-    assert "would take 250.0 s, but only 240.0 s are allowed (SLO 1.2 of another job)" in tight.why
-    assert "1 of pool rollout (0 free)" in tight.why
+    assert (
+        "would take 250.0 s, but only 240.0 s are allowed (SLO 1.2 of another job)" in tight.reason
+    )
+    assert "1 of pool rollout (0 free)" in tight.reason
     hurried = place(cluster, job("c", 100, 100, 1.2, iterations=2))
     assert isinstance(hurried, Waits)
-    assert "no slack for a job that joins midway" in hurried.why
+    assert "no slack for a job that joins midway" in hurried.reason
 
 
 def test_drift_past_saturation_or_an_slo_is_overload() -> None:

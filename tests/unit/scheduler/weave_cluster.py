@@ -36,7 +36,7 @@ def empty(
             name = NodeId(f"{pool[0]}{i:03d}")
             host = Host(name, pool, 1, round(host_gb * GB), price)
             if pool == "rollout":
-                host.beside, host.device_bytes = beside, 700 * GB
+                host.rollout_slowdowns, host.device_bytes = beside, 700 * GB
             groups.host_up(cluster, host)
     return cluster
 

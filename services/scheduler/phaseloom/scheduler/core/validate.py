@@ -101,7 +101,9 @@ def _check_shares(state: State, slot: Slot, label: str) -> None:
     assert set(units) <= set(every), f"I3 {label}: shares of units that the device lacks"
     for share in slot.shares:
         assert share.units, f"I3 {label}: {share.deployment} runs with no unit"
-        assert set(share.asked) < set(share.units) or not share.asked, f"I3 {label}: {share}"
+        assert set(share.remaining_units) < set(share.units) or not share.remaining_units, (
+            f"I3 {label}: {share}"
+        )
 
 
 def _check_claims(state: State, node: Node) -> None:

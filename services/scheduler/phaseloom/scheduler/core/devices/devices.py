@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from phaseloom.common.contract.ids import NodeId, OperationKey
 from phaseloom.common.contract.specs import CommandId, Residency
-from phaseloom.scheduler.core.state.activation import NOT_TOLD_S
+from phaseloom.scheduler.core.state.activation import NOT_HINTED_S
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.node import Expected, Node, Pace, Share, Slot, SlotPhase
 from phaseloom.scheduler.core.state.step import Step
@@ -236,7 +236,7 @@ def vacate(step: Step, deployment: Deployment) -> None:
             slot.speculative = ""
         slot.expected.pop(deployment.job_name, None)
     unclaim(step, deployment)
-    deployment.activation.hint(NOT_TOLD_S)
+    deployment.activation.hint(NOT_HINTED_S)
     step.touch(deployment)
 
 
@@ -346,34 +346,34 @@ def give_share(slot: Slot, deployment: Deployment, units: list[int]) -> None:
 def ask_back(share: Share, units: list[int], command: CommandId) -> None:
     """Record that a share was requested to keep only these units. It may use the others until it
     confirms."""
-    share.asked = units
+    share.remaining_units = units
     share.command = command
 
 
 def confirm(share: Share) -> None:
     """Record that a share has given up the requested units."""
-    share.units = share.asked
-    share.asked, share.command = [], None
+    share.units = share.remaining_units
+    share.remaining_units, share.command = [], None
 
 
 def grow(share: Share, units: list[int]) -> None:
     """Set the units of a share that grows: its present ones and free ones."""
     share.units = units
-    share.asked, share.command = [], None
+    share.remaining_units, share.command = [], None
 
 
 def set_pace(share: Share, now_s: float, stage: str, neighbours: str, speed: float) -> None:
     """Record the current neighbours of a share's deployment and its speed according to the table.
 
     Args: stage: the kind of sub-stage that it is in.
-          company: the neighbours' sub-stages, as in `Pace`.
+          neighbours: the neighbours' sub-stages, as in `Pace`.
     """
     if share.pace is None:
         share.pace = Pace(stage, now_s, now_s, len(share.units))
-    elif (share.pace.company, share.pace.speed) != (neighbours, speed):
+    elif (share.pace.neighbours, share.pace.speed) != (neighbours, speed):
         pass_time(share, now_s)
-    share.pace.company, share.pace.speed = neighbours, speed
-    share.pace.least_units = min(share.pace.least_units, len(share.units))
+    share.pace.neighbours, share.pace.speed = neighbours, speed
+    share.pace.min_units = min(share.pace.min_units, len(share.units))
 
 
 def pass_time(share: Share, now_s: float) -> None:
@@ -382,7 +382,9 @@ def pass_time(share: Share, now_s: float) -> None:
     assert pace is not None, f"{share.deployment}: no pace"
     passed_s = now_s - pace.since_s
     pace.work_s += passed_s * pace.speed
-    pace.beside_s[pace.company] = pace.beside_s.get(pace.company, 0.0) + passed_s
+    pace.time_by_neighbours_s[pace.neighbours] = (
+        pace.time_by_neighbours_s.get(pace.neighbours, 0.0) + passed_s
+    )
     pace.since_s = now_s
 
 

@@ -198,8 +198,8 @@ def _device_reasons(step: Step, deployment: Deployment, slot: Slot) -> list[str]
     lines = []
     for name in slot.runs:
         share = slot.share_of(name)
-        is_asked = share is not None and bool(share.asked)
-        suffix = "; it was asked to give up part of the device" if is_asked else ""
+        is_shrinking = share is not None and bool(share.remaining_units)
+        suffix = "; it was asked to give up part of the device" if is_shrinking else ""
         lines.append(f"{label}, which runs {_describe_running(step, deployment, name)}{suffix}")
     claimant = devices.claimant(step, slot)
     if claimant is not None and claimant is not deployment:

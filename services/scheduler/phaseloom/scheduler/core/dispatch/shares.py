@@ -23,11 +23,11 @@ machine or without one of today's neighbours. If it promises too much, operation
 sooner in turns would run side by side forever, and jobs would miss their SLO. So each finished
 operation is compared with others of its deployment and kind (`state/observed.py`). Policies and the
 protection of SLOs use a corrected table, in which everything is as slow as it has proved to be.
-Sharing that loses then stops by itself. It is tried again after `HELD_FOR` operations.
+Sharing that loses then stops by itself. It is tried again after `FINDING_LIFETIME` operations.
 
 The comparison needs operations that run alone. If all jobs always have work, nearly none would. So
 while it is uncertain whether sharing loses, some operations are delayed to run alone, so that there
-are always `ENOUGH_ALONE` of them.
+are always `MIN_ALONE` of them.
 
 - The table of a device is corrected for pairs of sub-stage kinds, by the deployments placed on it.
   Operations with several neighbours teach nothing.
@@ -75,12 +75,12 @@ from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Share, Slot
 from phaseloom.scheduler.core.state.observed import (
     ALONE,
-    ENOUGH_ALONE,
+    MIN_ALONE,
     TOGETHER,
     UNKNOWN,
     Finding,
-    perhaps,
-    surely,
+    certain_slowdown,
+    possible_slowdown,
 )
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
@@ -137,7 +137,7 @@ def units_for(step: Step, deployment: Deployment, slots: list[Slot]) -> list[int
     share = slots[0].share_of(deployment.name) if len(slots) == 1 else None
     if share is None:
         return []
-    units = share.asked or share.units
+    units = share.remaining_units or share.units
     return [] if len(units) == devices.units_of(step.state, slots[0]) else units
 
 
@@ -158,7 +158,7 @@ def next_neighbour(step: Step, slot: Slot) -> Deployment | None:
     # The newcomer's count comes last and has no share yet, hence strict=False.
     for share, count in zip(slot.shares, counts, strict=False):
         # A rank that was already asked to shrink to this count is not asked again.
-        if count < len(share.units) and len(share.asked) != count:
+        if count < len(share.units) and len(share.remaining_units) != count:
             remaining = share.units[:count]
             command = _send_units(step, slot, share, remaining, shrinks=True)
             devices.ask_back(share, remaining, command)
@@ -181,7 +181,7 @@ def record_paces(step: Step, slot: Slot) -> None:
     for index, (share, speed) in enumerate(zip(slot.shares, speeds_now, strict=True)):
         other_stages = filter(None, (*stages[:index], *stages[index + 1 :]))
         neighbours = TOGETHER.join(sorted(other_stages))
-        if share.pace is not None and len(share.units) > share.pace.least_units:
+        if share.pace is not None and len(share.units) > share.pace.min_units:
             # Decoding uses additional units from its next step on. Everything else uses them from
             # its next pass, if there is one, so its pace is unknown until then.
             decodes = all(KINDS[kind].shares_calls for kind in claims[index].kinds)
@@ -300,7 +300,7 @@ def _is_kept_apart(step: Step, slot: Slot, running: list[Claim], newcomer: Claim
         return False
     compared = [newcomer]
     pace = slot.shares[0].pace
-    if pace is None or {pace.company, *pace.beside_s} == {ALONE}:
+    if pace is None or {pace.neighbours, *pace.time_by_neighbours_s} == {ALONE}:
         compared.append(running[0])
     deployments = step.state.deployments
     if not any(
@@ -426,7 +426,7 @@ def _grow(step: Step, slot: Slot, counts: list[int]) -> None:
     for share, count in zip(slot.shares, counts, strict=True):
         missing = max(0, count - len(share.units))
         extra, free = free[:missing], free[missing:]
-        if extra or share.asked:
+        if extra or share.remaining_units:
             units = sorted([*share.units, *extra])
             devices.grow(share, units)
             _send_units(step, slot, share, units, shrinks=False)
@@ -454,7 +454,7 @@ def table_of(step: Step, slot: Slot) -> SlowdownTable | None:
 def table_in_doubt(step: Step, slot: Slot) -> SlowdownTable | None:
     """The table of a device, corrected as if everything that may be slower were slower."""
     table = step.config.slowdowns
-    return None if table is None else _corrected(table, _factors(step, slot, perhaps))
+    return None if table is None else _corrected(table, _factors(step, slot, possible_slowdown))
 
 
 def _corrected(table: SlowdownTable, factors: dict[Pair, float]) -> SlowdownTable:
@@ -472,7 +472,7 @@ def _corrected(table: SlowdownTable, factors: dict[Pair, float]) -> SlowdownTabl
 
 
 def _factors(
-    step: Step, slot: Slot, bound: Callable[[Sequence[Finding]], float] = surely
+    step: Step, slot: Slot, bound: Callable[[Sequence[Finding]], float] = certain_slowdown
 ) -> dict[Pair, float]:
     """By what factor each pair is slower on a device than the table says; pairs that are not are
     left out."""
@@ -486,7 +486,7 @@ def lacks_comparison(step: Step, deployment: Deployment, kinds: Collection[str])
     """Whether too few operations of these kinds of a deployment have run alone."""
     all_observed = step.state.observed.get(deployment.name, {}).values()
     records = [observed for observed in all_observed if observed.kind in kinds]
-    return sum(observed.alone for observed in records) < ENOUGH_ALONE
+    return sum(observed.num_alone for observed in records) < MIN_ALONE
 
 
 def _findings(step: Step, slot: Slot) -> dict[Pair, list[Finding]]:
@@ -517,14 +517,16 @@ def observe(step: Step, deployment: Deployment, op: Op | None, event: OperationF
     if not (is_single and has_run) or is_first or event.duration_s <= MIN_RUN_SHARE * took_s:
         return
     devices.pass_time(share, step.now_s)
-    if any(TOGETHER in neighbours for neighbours in pace.beside_s):
+    if any(TOGETHER in neighbours for neighbours in pace.time_by_neighbours_s):
         return
-    share_beside = {neighbours: seconds / took_s for neighbours, seconds in pace.beside_s.items()}
+    share_beside = {
+        neighbours: seconds / took_s for neighbours, seconds in pace.time_by_neighbours_s.items()
+    }
     work_s = event.duration_s * pace.work_s / took_s
     before = _factors(step, slots[0])
     step.state.age_observed(deployment.name)
     observed = step.state.observe(deployment.name, event.kind, pace.stage, event.num_tokens)
-    observed.take(work_s, share_beside)
+    observed.record(work_s, share_beside)
     for pair, line in _describe_slower(step, slots[0]).items():
         if before.get(pair, 1.0) <= 1 + MARGIN:
             step.notify("slower than the table says", line, f"{slots[0].node}/{slots[0].device}")

@@ -35,7 +35,7 @@ from phaseloom.common.contract.ids import parse_operation_key
 from phaseloom.scheduler.core.devices import devices, estimates
 from phaseloom.scheduler.core.dispatch import choice, ready
 from phaseloom.scheduler.core.durability import retention
-from phaseloom.scheduler.core.state.activation import NOT_TOLD_S
+from phaseloom.scheduler.core.state.activation import NOT_HINTED_S
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.node import Expected, Slot
 from phaseloom.scheduler.core.state.operation import Op
@@ -237,21 +237,21 @@ def _update_hint(step: Step, deployment: Deployment) -> None:
     slots = devices.slots_of(step, deployment)
     if not slots or all(deployment.name in slot.resident for slot in slots):
         return
-    is_told = deployment.activation.hinted_s != NOT_TOLD_S
+    was_hinted = deployment.activation.hinted_s != NOT_HINTED_S
     if any(deployment.name in slot.ready for slot in slots):
-        if not is_told:
+        if not was_hinted:
             _send_hint(step, deployment, step.now_s)
         return
     predictions = _predictions(step, deployment)
-    if is_told and not predictions:
-        deployment.activation.hint(NOT_TOLD_S)
+    if was_hinted and not predictions:
+        deployment.activation.hint(NOT_HINTED_S)
         _send_prefetch(step, deployment, None)
-    elif not is_told and predictions and not any(p.is_told for p in predictions):
+    elif not was_hinted and predictions and not any(p.is_hinted for p in predictions):
         _send_hint(step, deployment, min(prediction.at_s for prediction in predictions))
         late_s = max(prediction.late_s for prediction in predictions)
         step.set_timer(f"hint/{deployment.name}/{step.sequence}", late_s)
         for prediction in predictions:
-            prediction.is_told = True
+            prediction.is_hinted = True
 
 
 def _predictions(step: Step, deployment: Deployment) -> list[Expected]:

@@ -180,7 +180,9 @@ def _record_replicas(
         else {event.node: event.copies}
     )
     # A node that is gone for good cannot serve its copy.
-    gone_nodes = {name for name, leave in step.state.closing.items() if leave.why is Closing.GONE}
+    gone_nodes = {
+        name for name, leave in step.state.closing.items() if leave.reason is Closing.GONE
+    }
     replicas = [
         [node, *(copy for copy in parts.get(node, []) if copy not in gone_nodes)]
         for node in deployment.nodes

@@ -100,7 +100,7 @@ def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
     is_forgotten = deployment.name not in retained
     wpgs.stop(step, deployment, forget=is_forgotten)
     shrink_record(step, deployment)
-    job.earlier.note_incarnation(name, deployment.wpg.incarnation + 1)
+    job.earlier.record_incarnation(name, deployment.wpg.incarnation + 1)
     devices.note_ready(step, deployment, is_ready=False)
     job.have([spec for spec in job.spec.deployments if spec.name != name])
     step.state.drop_deployment(deployment.name)
@@ -160,7 +160,7 @@ def shrink_record(step: Step, deployment: Deployment) -> None:
     for seq in deployment.queue.operations:
         step.state.pop_waiters(f"{deployment.name}.{seq}")
     job = step.job(deployment.key.job_key)
-    job.earlier.note_seq(deployment.key.deployment, deployment.last_seq)
+    job.earlier.record_seq(deployment.key.deployment, deployment.last_seq)
     deployment.queue.end()
     deployment.durability.end()
     deployment.spec = replace(deployment.spec, model=ModelSpec({}))

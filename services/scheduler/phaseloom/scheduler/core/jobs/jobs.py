@@ -71,7 +71,7 @@ def _inherit_name(step: Step, job: Job, old: Job) -> None:
     for deployment in step.deployments_of(job):
         name = deployment.key.deployment
         job.earlier.raise_seq(name, deployment.last_seq)
-        job.earlier.note_incarnation(name, deployment.wpg.incarnation + 1)
+        job.earlier.record_incarnation(name, deployment.wpg.incarnation + 1)
         step.state.drop_deployment(deployment.name)
     step.emit(outputs.DropCheckpoint(job.key))
 
@@ -128,10 +128,10 @@ def _apply_decision(step: Step, job: Job, member: Member, decision: Decision) ->
             step.advance_job(job, JobEvent.PLACED_ALONE if group.is_closed else JobEvent.PLACED)
         case Refused(error):
             _fail(step, job, error)
-        case Waits(why) if not job.spec.may_wait:
-            _fail(step, job, _no_room_error(step, why))
-        case Waits(why):
-            _keep_waiting(step, job, why)
+        case Waits(reason) if not job.spec.may_wait:
+            _fail(step, job, _no_room_error(step, reason))
+        case Waits(reason):
+            _keep_waiting(step, job, reason)
 
 
 def _keep_waiting(step: Step, job: Job, reason: str) -> None:

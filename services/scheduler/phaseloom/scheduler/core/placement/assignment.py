@@ -53,7 +53,7 @@ def configured(step: Step, config: SchedulerConfig) -> None:
         _counts_on_space(config),
     )
     for host in cluster.hosts.values():
-        host.beside = _beside(step, host.node)
+        host.rollout_slowdowns = _rollout_slowdowns(step, host.node)
     step.follow_up(FollowUp.PLACE)
 
 
@@ -71,7 +71,7 @@ def _counts_on_space(config: SchedulerConfig) -> bool:
     )
 
 
-def _beside(step: Step, name: NodeId) -> tuple[float, ...]:
+def _rollout_slowdowns(step: Step, name: NodeId) -> tuple[float, ...]:
     """Worst-case slowdowns of rollouts that share a device of the node, by number of neighbours."""
     config, node = step.state.config, step.state.nodes.get(name)
     if config is None or config.slowdowns is None or node is None:
@@ -95,7 +95,7 @@ def node_up(step: Step, event: NodeUp) -> None:
         price_per_hour=event.price_per_hour,
         backends=event.backends,
         device_bytes=min((device.memory_bytes for device in event.devices), default=0),
-        beside=_beside(step, event.node),
+        rollout_slowdowns=_rollout_slowdowns(step, event.node),
     )
     groups.host_up(step.state.cluster, host)
     leave = step.state.closing.get(event.node)
@@ -129,7 +129,7 @@ def seek(step: Step, job: Job, member: Member) -> Decision:
 def put(step: Step, job: Job, member: Member, placed: Placed) -> Group:
     """Add a job to a group and start its deployments."""
     group = groups.join(step.state.cluster, member, placed)
-    job.why_here = placed.why
+    job.placement_reason = placed.reason
     count_iterations(step, job)
     _note_peers(step, group)
     for deployment in step.deployments_of(job):
@@ -182,8 +182,8 @@ def move(step: Step, job: Job, placed: Placed) -> None:
     step.job_changed(member.job)
     _note_peers(step, old)
     _note_peers(step, groups.group_of(cluster, member.job))
-    step.notify("job moved", f"{describe(step, job)}: {placed.why}", member.job)
-    job.why_here = placed.why
+    step.notify("job moved", f"{describe(step, job)}: {placed.reason}", member.job)
+    job.placement_reason = placed.reason
     _move_all(step, job, member)
     step.follow_up(FollowUp.PLACE)
 
@@ -254,7 +254,7 @@ def room_for(step: Step, job: Job, spec: DeploymentSpec) -> list[RankAssignment]
     if isinstance(nowhere, Waits):
         return ErrorInfo(
             Code.UNAVAILABLE,
-            f"no node can take the deployment: {nowhere.why}",
+            f"no node can take the deployment: {nowhere.reason}",
             field="spec.pool",
             remedy=f"start a node of that pool; known pools: {known_pools(cluster)}",
         )
@@ -267,7 +267,7 @@ def room_for(step: Step, job: Job, spec: DeploymentSpec) -> list[RankAssignment]
         )
     group = groups.group_of(cluster, str(job.key))
     job_nodes = group.members[str(job.key)].nodes.get(spec.pool, [])
-    among = admission.nodes_among(cluster, group, extra, first=job_nodes, beside=True)
+    among = admission.nodes_among(cluster, group, extra, first=job_nodes, is_additional=True)
     if among is None:
         return ErrorInfo(
             Code.RESOURCE_EXHAUSTED,
@@ -334,7 +334,7 @@ def describe(step: Step, job: Job) -> str:
     member = group.members[str(job.key)]
     nodes = sorted(member.nodes.items())
     place = "; ".join(f"{pool}: {', '.join(names)}" for pool, names in nodes)
-    reason = f" (reason when placed: {job.why_here})" if job.why_here else ""
+    reason = f" (reason when placed: {job.placement_reason})" if job.placement_reason else ""
     measured = "" if member.cycle else ", its cycle is being measured"
     return f"group {name}, {place}{_others(job, group.members)}{reason}{measured}"
 

@@ -66,21 +66,21 @@ def _refusal(step: Step, node: Node | None, event: NodeDrainRequested) -> ErrorI
     return None
 
 
-def _close(step: Step, node: Node, why: Closing) -> None:
+def _close(step: Step, node: Node, reason: Closing) -> None:
     leave = step.state.closing.get(node.node)
     was_drained = leave is not None and leave.is_drained
-    is_asked = why is Closing.DRAIN
-    if is_asked and not was_drained:
+    is_requested = reason is Closing.DRAIN
+    if is_requested and not was_drained:
         step.notify("node draining", "on request", node.node)
-    if leave is not None and (is_asked or leave.why is why):
-        if is_asked:
+    if leave is not None and (is_requested or leave.reason is reason):
+        if is_requested:
             leave.is_drained = True
         return
-    step.state.close_node(node.node, Leave(why, is_drained=was_drained or is_asked))
+    step.state.close_node(node.node, Leave(reason, is_drained=was_drained or is_requested))
     step.follow_up(FollowUp.PLACE)
-    if is_asked:
+    if is_requested:
         groups.host_down(step.state.cluster, node.node)
-    elif why is Closing.GONE:
+    elif reason is Closing.GONE:
         step.notify("node gone", "it will not come back; data that only it had is lost", node.node)
         _write_off(step, node.node)
 
@@ -91,7 +91,7 @@ def _undo(step: Step, node: Node) -> None:
         return
     leave.is_drained = False
     step.notify("node no longer draining", "on request", node.node)
-    if leave.why is not Closing.DRAIN:
+    if leave.reason is not Closing.DRAIN:
         return  # the node is away: it may be used again once it is back
     step.state.reopen_node(node.node)
     if node.is_up:
@@ -109,7 +109,7 @@ def missed(step: Step, closing: str, name: str, revision: int) -> None:
     if node is None or node.is_up or node.revision != revision:
         return
     leave = step.state.closing.get(node.node)
-    if closing == Closing.GONE or leave is None or leave.why is Closing.DRAIN:
+    if closing == Closing.GONE or leave is None or leave.reason is Closing.DRAIN:
         _close(step, node, Closing(closing))
 
 
@@ -120,15 +120,15 @@ def go_on(step: Step) -> None:
     """
     for name, leave in sorted(step.state.closing.items()):
         for job in _jobs_on(step, name):
-            _leave(step, job, name, leave.why)
+            _leave(step, job, name, leave.reason)
     replicas.request_copies(step)
     for name, leave in sorted(step.state.closing.items()):
         is_in_use = bool(_deployments_on(step, name)) or bool(
             replicas.describe_needed_copies(step, name)
         )
-        if not leave.is_told and not is_in_use:
-            leave.is_told = True
-            step.notify("node is empty", f"nothing is left on it ({leave.why})", name)
+        if not leave.is_reported and not is_in_use:
+            leave.is_reported = True
+            step.notify("node is empty", f"nothing is left on it ({leave.reason})", name)
 
 
 def _jobs_on(step: Step, node: NodeId) -> list[Job]:
@@ -178,7 +178,7 @@ def _write_off(step: Step, node: NodeId) -> None:
             step.follow_up(FollowUp.FALL_BACK, deployment.job_name, error)
 
 
-def _leave(step: Step, job: Job, node: NodeId, why: Closing) -> None:
+def _leave(step: Step, job: Job, node: NodeId, reason: Closing) -> None:
     """Move a job's deployments off the node if other nodes have room."""
     deployments = [
         deployment
@@ -189,7 +189,9 @@ def _leave(step: Step, job: Job, node: NodeId, why: Closing) -> None:
     if not deployments:
         assignment.repin(step, job)
         return
-    if why is Closing.AWAY and not all(_needs_no(node, deployment) for deployment in deployments):
+    if reason is Closing.AWAY and not all(
+        _needs_no(node, deployment) for deployment in deployments
+    ):
         return
     if not _leave_within_group(step, job, node, deployments):
         _leave_group(step, job, node)
@@ -227,7 +229,7 @@ def _leave_group(step: Step, job: Job, node: NodeId) -> bool:
     _, placed = repack.placed_anew(step, job)
     if placed is None or any(node in names for names in placed.nodes.values()):
         return False
-    assignment.move(step, job, replace(placed, why=f"moved off {node}; {placed.why}"))
+    assignment.move(step, job, replace(placed, reason=f"moved off {node}; {placed.reason}"))
     return True
 
 
@@ -238,13 +240,13 @@ def status(step: Step, name: NodeId) -> NodeStatus:
     leave = step.state.closing.get(name)
     deployments = _deployments_on(step, name)
     waits = [] if leave is None else [_why_there(step, d, name) for d in deployments]
-    if leave is not None and leave.why is Closing.DRAIN:
+    if leave is not None and leave.reason is Closing.DRAIN:
         waits += replicas.describe_needed_copies(step, name)
     return NodeStatus(
         node=name,
         is_up=node.is_up,
         is_draining=leave is not None and leave.is_drained,
-        is_gone=leave is not None and leave.why is Closing.GONE,
+        is_gone=leave is not None and leave.reason is Closing.GONE,
         deployments=[deployment.key for deployment in deployments],
         waits_for=waits,
     )

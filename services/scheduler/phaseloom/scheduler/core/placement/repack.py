@@ -141,7 +141,7 @@ def _resubmit(step: Step, job: Job, period_s: float) -> None:
     drifted = f"its cycle now takes {period_s:.3g} s, which is too long for its group"
     _, placed = placed_anew(step, job)
     if placed is not None and not _is_there(member, placed):
-        assignment.move(step, job, replace(placed, why=f"{drifted}; {placed.why}"))
+        assignment.move(step, job, replace(placed, reason=f"{drifted}; {placed.reason}"))
     else:
         step.notify("job drifted", f"{drifted}, and it fits nowhere else", member.job)
 
@@ -224,7 +224,7 @@ def _planned(move: Move) -> PlannedMove:
     placed = move.placed
     job = JobKey(*move.job.split("."))
     return PlannedMove(
-        job, placed.group, placed.nodes, placed.why, placed.shift_s, placed.takes_turns
+        job, placed.group, placed.nodes, placed.reason, placed.shift_s, placed.takes_turns
     )
 
 

@@ -100,8 +100,8 @@ def _place_in_two(cluster: Cluster, member: Member, policy: Placement) -> Placed
         groups.merge(trial, trial.groups[first.name], trial.groups[second.name])
         decision = _place_among_all(trial, member, policy)
         if isinstance(decision, Placed) and decision.group == first.name:
-            reason = f"{decision.why}; group {second.name} was merged into {first.name}"
-            return replace(decision, merged=second.name, why=reason)
+            reason = f"{decision.reason}; group {second.name} was merged into {first.name}"
+            return replace(decision, merged=second.name, reason=reason)
     return None
 
 
@@ -221,15 +221,15 @@ def nodes_among(
     member: Member,
     *,
     first: Sequence[NodeId] = (),
-    beside: bool = False,
+    is_additional: bool = False,
 ) -> dict[Pool, list[NodeId]] | None:
     """Choose nodes for a job from a group, adding free nodes if the group has too few.
 
     Prefers the nodes with the fewest members among those with enough host memory.
 
     Args: first: nodes to prefer.
-          beside: whether the job needs the nodes in addition to those that it already has there,
-          or instead of them.
+          is_additional: whether the need adds to what the job already has there. If not, it
+              replaces it.
     Returns: nodes by pool, or None if the job does not fit.
     """
     nodes: dict[Pool, list[NodeId]] = {}
@@ -237,7 +237,7 @@ def nodes_among(
         ranked = []
         for name in group.nodes.get(pool, []):
             present = users(group.members.values(), pool, name)
-            neighbours = [m for m in present if beside or m.job != member.job]
+            neighbours = [m for m in present if is_additional or m.job != member.job]
             if has_room(cluster.hosts[name], need, neighbours):
                 ranked.append((name not in first, len(present), name))
         usable = [name for _, _, name in sorted(ranked)]

@@ -6,7 +6,7 @@ import msgspec
 
 from phaseloom.common.contract.ids import NodeId, OperationKey
 
-NOT_TOLD_S = -1.0
+NOT_HINTED_S = -1.0
 """Value of `hinted_s` if no state manager was given a hint."""
 
 
@@ -28,9 +28,9 @@ class Activation(msgspec.Struct):
     long tail still occupied these devices."""
     idle_since_s: float = 0.0
     """When the last operation ended."""
-    hinted_s: float = NOT_TOLD_S
+    hinted_s: float = NOT_HINTED_S
     """Time of the deployment's next use, in seconds, as hinted to the state managers while it is
-    off its devices. `NOT_TOLD_S` if none was hinted."""
+    off its devices. `NOT_HINTED_S` if none was hinted."""
     retry_at_s: float = 0.0
     """The deployment runs nothing before this time: its activation was refused, or the weights
     version for its next operation was unreachable."""
@@ -49,7 +49,7 @@ class Activation(msgspec.Struct):
         self.epoch = epoch
         self.opening_s = now_s
         self.opening_on = nodes
-        self.hinted_s = NOT_TOLD_S
+        self.hinted_s = NOT_HINTED_S
 
     def opened_on(self, node: NodeId) -> bool:
         """Record that a node has finished switching in its ranks.
@@ -79,7 +79,7 @@ class Activation(msgspec.Struct):
         self.idle_since_s = now_s
 
     def hint(self, use_s: float) -> None:
-        """Record the hinted time of the next use, in seconds, or `NOT_TOLD_S`."""
+        """Record the hinted time of the next use, in seconds, or `NOT_HINTED_S`."""
         self.hinted_s = use_s
 
     def validate(self, name: str) -> None:

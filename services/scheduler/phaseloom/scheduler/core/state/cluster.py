@@ -71,7 +71,7 @@ class Host(msgspec.Struct):
     """Deployments that still have to leave the node. Until then it is not free."""
     device_bytes: int = 0
     """Memory of its smallest device."""
-    beside: tuple[float, ...] = ()
+    rollout_slowdowns: tuple[float, ...] = ()
     """Worst-case slowdown of a rollout on one of its devices with 1, 2, … neighbours, relative to
     running alone. Empty: rollouts on the node take turns."""
 
@@ -187,7 +187,7 @@ class Placed(msgspec.Struct, frozen=True):
     """Group that the job joins. Empty: a new one."""
     nodes: dict[Pool, list[NodeId]]
     """Nodes to pin the job to. Free ones among them join the group."""
-    why: str = ""
+    reason: str = ""
     shift_s: float = 0.0
     takes_turns: bool = False
     """Whether rollouts on the job's node must take turns even if they could run side by side."""
@@ -198,7 +198,7 @@ class Placed(msgspec.Struct, frozen=True):
 class Waits(msgspec.Struct, frozen=True):
     """Decision: the job cannot be placed now."""
 
-    why: str
+    reason: str
     """Reason, with numbers."""
 
 

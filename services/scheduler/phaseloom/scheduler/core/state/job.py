@@ -124,13 +124,13 @@ class EarlierDeployments(msgspec.Struct):
         self.last_seqs = dict(older.last_seqs)
         self.incarnations = dict(older.incarnations)
 
-    def note_seq(self, deployment: str, last_seq: int) -> None:
+    def record_seq(self, deployment: str, last_seq: int) -> None:
         self.last_seqs[deployment] = last_seq
 
-    def raise_seq(self, deployment: str, least: int) -> None:
-        self.last_seqs[deployment] = max(least, self.last_seqs.get(deployment, 0))
+    def raise_seq(self, deployment: str, minimum: int) -> None:
+        self.last_seqs[deployment] = max(minimum, self.last_seqs.get(deployment, 0))
 
-    def note_incarnation(self, deployment: str, incarnation: int) -> None:
+    def record_incarnation(self, deployment: str, incarnation: int) -> None:
         self.incarnations[deployment] = incarnation
 
 
@@ -183,7 +183,7 @@ class Job(msgspec.Struct):
     """Deployment → its checkpoint that belongs to `checkpoint`."""
     device_s: dict[str, float] = {}
     """Pool → device time charged to the job, in device-seconds."""
-    why_here: str = ""
+    placement_reason: str = ""
     """Reason for the job's placement."""
     error: ErrorInfo | None = None
 

@@ -25,11 +25,11 @@ class Closing(StrEnum):
 class Leave(msgspec.Struct):
     """Evacuation of a node."""
 
-    why: Closing
+    reason: Closing
     is_drained: bool = False
     """Whether an operator requested a drain. This lasts until it is undone, even if the node is
     lost or comes back."""
-    is_told: bool = False
+    is_reported: bool = False
     """Whether the notice that the node is empty was published."""
 
 
@@ -47,7 +47,7 @@ class Expected(msgspec.Struct):
     is_tried: bool = False
     """Whether a speculative activation was opened or deliberately skipped. There is one attempt per
     gap."""
-    is_told: bool = False
+    is_hinted: bool = False
     """Whether the state managers were given a hint of the prediction."""
 
 
@@ -68,16 +68,16 @@ class Pace(msgspec.Struct):
     """Kind of sub-stage of the deployment. Empty: it moves state."""
     began_s: float
     since_s: float
-    """Time up to which `work_s` and `beside_s` are complete."""
-    least_units: int
+    """Time up to which `work_s` and `time_by_neighbours_s` are complete."""
+    min_units: int
     """Minimum number of units while it had this share."""
-    company: str = ""
+    neighbours: str = ""
     """Kinds of sub-stages of its neighbours since then, as in `Observed`."""
     speed: float = 1.0
     """Speed since then, where 1 is the speed alone on the whole device."""
     work_s: float = 0.0
     """Seconds that the finished work would take alone on the whole device."""
-    beside_s: dict[str, float] = {}
+    time_by_neighbours_s: dict[str, float] = {}
     """Neighbours → seconds next to them."""
 
 
@@ -87,7 +87,7 @@ class Share(msgspec.Struct):
     deployment: str
     units: list[int]
     """Units that it may be using. Shares of a device never overlap."""
-    asked: list[int] = []
+    remaining_units: list[int] = []
     """Units that remain after the rank confirms that it has given up the others. Empty: no request
     is open."""
     command: CommandId | None = None

@@ -29,25 +29,25 @@ TOGETHER = "+"
 UNKNOWN = "?"
 """Key of the time in which a deployment may not use all of its units yet, so that its speed is
 unknown."""
-ENOUGH = 8.0
+MIN_OPERATIONS = 8.0
 """Minimum number of operations next to certain neighbours before a result is trusted."""
 MEMORY = 64.0
 """Number of operations after which an old one has a third of the weight of a new one."""
-LEAST_SPREAD = 0.1
+MIN_SPREAD = 0.1
 """Assumed minimum standard deviation of the logarithm of the work: a few operations may be similar
 by chance."""
-SURE = 3.0
+CERTAINTY_ERRORS = 3.0
 """Number of standard errors by which operations must exceed the table."""
-HELD_FOR = 256
+FINDING_LIFETIME = 256
 """A finding expires after this many operations of the deployment without these neighbours. They are
 then tried again, because the cause of the slowdown may be gone."""
-MOST_SIZES = 16
+MAX_SIZES = 16
 """Maximum number of records per deployment. Beyond that, the least recently needed ones are
 dropped."""
-ENOUGH_ALONE = 2.0
+MIN_ALONE = 2.0
 """Minimum number of operations without neighbours before others are compared with them. Older ones
-count less, so one in `MEMORY` / `ENOUGH_ALONE` suffices."""
-_MOST = 10.0
+count less, so one in `MEMORY` / `MIN_ALONE` suffices."""
+_MAX_LOGARITHM = 10.0
 """Error of an unknown value, and the logarithm of the largest factor."""
 _PRIOR = 0.01
 """Weight of the table, in operations. Keeps the regression solvable."""
@@ -74,7 +74,7 @@ class Observed(msgspec.Struct):
     kind: str
     stage: str
     """Kind of their sub-stage in the table."""
-    companies: list[str] = []
+    combinations: list[str] = []
     """Combinations of neighbours that occurred: their sub-stages, sorted and joined by
     `TOGETHER`."""
     sums: Matrix = msgspec.field(default_factory=lambda: [[0.0]])
@@ -87,39 +87,44 @@ class Observed(msgspec.Struct):
     findings: dict[str, Finding] = {}
     """Combination of neighbours → finding at the last operation with them."""
 
-    def take(self, work_s: float, beside: dict[str, float]) -> None:
+    def record(self, work_s: float, fractions: dict[str, float]) -> None:
         """Add an operation.
 
-        Args: beside: combination of neighbours → fraction of the operation's time next to them, 0
-            to 1.
+        Args: fractions: combination of neighbours → fraction of the operation's time next to them,
+            0 to 1.
         """
-        had = [company for company, part in beside.items() if part > 0.0 and company != ALONE]
-        for company in had:
-            if company not in self.companies:
-                self._add(company)
-        logarithm = math.log(work_s)
-        values = [1.0, *(beside.get(company, 0.0) for company in self.companies)]
-        kept = 1 - 1 / MEMORY
-        for row, value in zip(self.sums, values, strict=True):
-            row[:] = [kept * old + value * other for old, other in zip(row, values, strict=True)]
-        self.products = [
-            kept * old + value * logarithm for old, value in zip(self.products, values, strict=True)
+        present = [
+            combination
+            for combination, fraction in fractions.items()
+            if fraction > 0.0 and combination != ALONE
         ]
-        self.squares = kept * self.squares + logarithm**2
-        for company in had:
-            if company == UNKNOWN:
+        for combination in present:
+            if combination not in self.combinations:
+                self._add_variable(combination)
+        logarithm = math.log(work_s)
+        values = [1.0, *(fractions.get(combination, 0.0) for combination in self.combinations)]
+        decay = 1 - 1 / MEMORY
+        for row, value in zip(self.sums, values, strict=True):
+            row[:] = [decay * old + value * other for old, other in zip(row, values, strict=True)]
+        self.products = [
+            decay * old + value * logarithm
+            for old, value in zip(self.products, values, strict=True)
+        ]
+        self.squares = decay * self.squares + logarithm**2
+        for combination in present:
+            if combination == UNKNOWN:
                 continue
-            count = self.sums[0][self.companies.index(company) + 1]
-            if count >= ENOUGH:
-                excess, error = self._find(company)
-                error = error if self.alone >= ENOUGH_ALONE else _MOST
-                self.findings[company] = Finding(excess, error, count)
+            count = self.sums[0][self.combinations.index(combination) + 1]
+            if count >= MIN_OPERATIONS:
+                excess, error = self._estimate(combination)
+                error = error if self.num_alone >= MIN_ALONE else _MAX_LOGARITHM
+                self.findings[combination] = Finding(excess, error, count)
 
-    def _add(self, company: str) -> None:
-        self.companies.append(company)
+    def _add_variable(self, combination: str) -> None:
+        self.combinations.append(combination)
         for row in self.sums:
             row.append(0.0)
-        self.sums.append([0.0] * (len(self.companies) + 1))
+        self.sums.append([0.0] * (len(self.combinations) + 1))
         self.products.append(0.0)
 
     @property
@@ -128,61 +133,61 @@ class Observed(msgspec.Struct):
         return self.sums[0][0]
 
     @property
-    def alone(self) -> float:
+    def num_alone(self) -> float:
         """Weighted number of operations without neighbours."""
         return self.count - sum(self.sums[0][1:])
 
     def age(self) -> None:
         """Record that an operation of the deployment has ended, and drop expired findings."""
-        for company in [*self.findings]:
-            finding = self.findings[company]
+        for combination in [*self.findings]:
+            finding = self.findings[combination]
             finding.since += 1
-            if finding.since > HELD_FOR:
-                del self.findings[company]
+            if finding.since > FINDING_LIFETIME:
+                del self.findings[combination]
 
-    def _find(self, company: str) -> tuple[float, float]:
+    def _estimate(self, combination: str) -> tuple[float, float]:
         """Logarithm of the slowdown relative to the table next to these neighbours, and its
         standard error."""
-        place = self.companies.index(company) + 1
+        index = self.combinations.index(combination) + 1
         inverse = _inverse(
             [
-                [each + _PRIOR * (i == j > 0) for j, each in enumerate(row)]
+                [value + _PRIOR * (i == j > 0) for j, value in enumerate(row)]
                 for i, row in enumerate(self.sums)
             ]
         )
-        found = [_dot(row, self.products) for row in inverse]
-        left = self.squares - 2 * _dot(found, self.products)
-        left += _dot(found, [_dot(row, found) for row in self.sums])
-        freedom = max(1.0, self.sums[0][0] - len(found))
-        variance = max(left / freedom, LEAST_SPREAD**2)
-        return found[place], math.sqrt(variance * inverse[place][place])
+        coefficients = [_dot(row, self.products) for row in inverse]
+        residual = self.squares - 2 * _dot(coefficients, self.products)
+        residual += _dot(coefficients, [_dot(row, coefficients) for row in self.sums])
+        freedom = max(1.0, self.sums[0][0] - len(coefficients))
+        variance = max(residual / freedom, MIN_SPREAD**2)
+        return coefficients[index], math.sqrt(variance * inverse[index][index])
 
 
-def surely(findings: Sequence[Finding]) -> float:
+def certain_slowdown(findings: Sequence[Finding]) -> float:
     """Factor by which operations are certainly slower than the table says. 1: the table may be
     right.
 
     Args: findings: of different kinds and deployments with the same neighbours; at least one.
     """
-    excess, error = _all(findings)
-    return math.exp(max(0.0, excess - SURE * error))
+    excess, error = _combined(findings)
+    return math.exp(max(0.0, excess - CERTAINTY_ERRORS * error))
 
 
-def perhaps(findings: Sequence[Finding]) -> float:
+def possible_slowdown(findings: Sequence[Finding]) -> float:
     """Upper bound of the factor by which operations may be slower than the table says."""
-    excess, error = _all(findings)
-    return math.exp(min(max(0.0, excess + SURE * error), _MOST))
+    excess, error = _combined(findings)
+    return math.exp(min(max(0.0, excess + CERTAINTY_ERRORS * error), _MAX_LOGARITHM))
 
 
-def _all(findings: Sequence[Finding]) -> tuple[float, float]:
+def _combined(findings: Sequence[Finding]) -> tuple[float, float]:
     """Mean excess and its error, with findings weighted by their certainty."""
     certainty = sum(finding.error**-2 for finding in findings)
     excess = sum(finding.excess * finding.error**-2 for finding in findings) / certainty
     return excess, certainty**-0.5
 
 
-def _dot(first: list[float], second: list[float]) -> float:
-    return sum(one * other for one, other in zip(first, second, strict=True))
+def _dot(left: list[float], right: list[float]) -> float:
+    return sum(a * b for a, b in zip(left, right, strict=True))
 
 
 def _inverse(matrix: Matrix) -> Matrix:
@@ -190,11 +195,11 @@ def _inverse(matrix: Matrix) -> Matrix:
     size = len(matrix)
     rows = [[*row, *(float(i == j) for j in range(size))] for i, row in enumerate(matrix)]
     for i, row in enumerate(rows):
-        row[:] = [each / row[i] for each in row]
-        for j, other in enumerate(rows):
+        row[:] = [value / row[i] for value in row]
+        for j, target in enumerate(rows):
             if i != j:
-                factor = other[i]
-                other[:] = [a - factor * b for a, b in zip(other, row, strict=True)]
+                factor = target[i]
+                target[:] = [a - factor * b for a, b in zip(target, row, strict=True)]
     return [row[size:] for row in rows]
 
 

@@ -143,7 +143,9 @@ class OperationQueue(msgspec.Struct):
         assert set(self.queued_syncs) <= set(self.operations), (
             f"{name}: queued_syncs has a sync that has ended"
         )
-        taken = [op.key.seq for op in self.every if op.has_snapshot and op.key.seq is not None]
-        assert sorted(taken) == self.snapshots, (
-            f"{name}: snapshots are {taken}, not {self.snapshots}"
+        snapshot_seqs = [
+            op.key.seq for op in self.every if op.has_snapshot and op.key.seq is not None
+        ]
+        assert sorted(snapshot_seqs) == self.snapshots, (
+            f"{name}: snapshots are {snapshot_seqs}, not {self.snapshots}"
         )

@@ -144,10 +144,10 @@ class Step:
     def payer_of(self, deployment: Deployment, op: Op | None) -> Job:
         """Job that is charged for an operation: the one whose weights it names. If it names none,
         or that job is gone, the operation's own job."""
-        own = self.state.jobs[deployment.job_name]
+        own_job = self.state.jobs[deployment.job_name]
         if op is None or not op.payer:
-            return own
-        return self.state.jobs.get(str(JobKey(own.key.tenant, op.payer)), own)
+            return own_job
+        return self.state.jobs.get(str(JobKey(own_job.key.tenant, op.payer)), own_job)
 
     def node(self, node: NodeId) -> Node:
         return self.state.nodes[node]

@@ -16,7 +16,7 @@ from phaseloom.scheduler.core.state.cluster import Cluster
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Leave, Node
-from phaseloom.scheduler.core.state.observed import MOST_SIZES, Observed, name_of
+from phaseloom.scheduler.core.state.observed import MAX_SIZES, Observed, name_of
 
 CORE_VERSION = 1
 """Raised whenever the same log would give other commands, or the state has another shape.
@@ -113,7 +113,7 @@ class State(msgspec.Struct):
         records = self.observed.setdefault(deployment, {})
         name = name_of(kind, num_tokens)
         records[name] = observed = records.pop(name, None) or Observed(kind, stage)
-        if len(records) > MOST_SIZES:
+        if len(records) > MAX_SIZES:
             del records[next(iter(records))]
         return observed
 

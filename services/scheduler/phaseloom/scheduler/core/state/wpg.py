@@ -55,7 +55,7 @@ class Wpg(msgspec.Struct):
 
     def lose_assignment(self, lost: RankAssignment) -> None:
         """Record that a node has come back without these devices."""
-        self.assignments = [other for other in self.assignments if other is not lost]
+        self.assignments = [assigned for assigned in self.assignments if assigned is not lost]
 
     # --- an incarnation --------------------------------------------------------------------------
 
@@ -70,10 +70,10 @@ class Wpg(msgspec.Struct):
         self.error = None
         self.is_trial = False
 
-    def raise_incarnation(self, least: int) -> None:
+    def raise_incarnation(self, minimum: int) -> None:
         """Count incarnations up to `least` as used, because a node already knows or has reported
         one of them."""
-        self.incarnation = max(self.incarnation, least)
+        self.incarnation = max(self.incarnation, minimum)
 
     def next_incarnation(self) -> None:
         """Start a new incarnation number, so that late answers of the present one can be

@@ -78,7 +78,7 @@ def join_or_open(
     for num_jobs in sorted({0, *by_jobs}, reverse=most_first):
         placed = _best(choice, by_jobs[num_jobs]) if num_jobs else _on_its_own(choice)
         if placed is not None:
-            return msgspec.structs.replace(placed, why=f"{name}: {placed.why}")
+            return msgspec.structs.replace(placed, reason=f"{name}: {placed.reason}")
     return Waits(f"{name}: {_why_none(choice)}")
 
 

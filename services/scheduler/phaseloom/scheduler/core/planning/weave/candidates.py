@@ -224,7 +224,7 @@ def slowdowns_of(group: TrialGroup, host_of: HostOf) -> dict[str, float]:
     slowdowns: dict[str, float] = {}
     for node, guests_here in users.items():
         host = host_of(node) if len(guests_here) > 1 and not guests_here[-1].takes_turns else None
-        if host is None or not host.beside:
+        if host is None or not host.rollout_slowdowns:
             continue
         guests = [Guest(c.rollout, c.slo, c.is_exclusive, c.takes_turns) for c in guests_here]
         slowdown = slowdown_beside(host, guests)

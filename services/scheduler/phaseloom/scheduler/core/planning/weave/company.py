@@ -8,7 +8,8 @@ is slowed down by neighbours that placement has not counted (`dispatch/shares.py
 The rollouts of some jobs can run side by side on a node if
 
 - placement has decided so when the newest of the jobs joined, because taking turns can be better;
-- the slowdowns of that many rollouts are known and certainly raise throughput (`Host.beside`);
+- the slowdowns of that many rollouts are known and certainly raise throughput
+  (`Host.rollout_slowdowns`);
 - every job's SLO allows that slowdown, and no job is exclusive;
 - each job has one rank on one device there, in a runtime that computes the same bits with any
   share;
@@ -47,9 +48,9 @@ def slowdown_beside(host: Host, guests: Sequence[Guest]) -> float | None:
     num_neighbours = len(guests) - 1
     if num_neighbours < 1:
         return 1.0
-    if num_neighbours > len(host.beside) or guests[-1].takes_turns:
+    if num_neighbours > len(host.rollout_slowdowns) or guests[-1].takes_turns:
         return None
-    slowdown = host.beside[num_neighbours - 1]
+    slowdown = host.rollout_slowdowns[num_neighbours - 1]
     taken_bytes = 0
     for guest in guests:
         need = guest.need

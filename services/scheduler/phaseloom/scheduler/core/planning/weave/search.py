@@ -66,7 +66,9 @@ def host_of(cluster: Cluster) -> HostOf:
     worst = None
     if cluster.limits.counts_on_space:
         free = [cluster.hosts[node] for node in cluster.free.get(ROLLOUT, ())]
-        worst = min(free, key=lambda host: (len(host.beside), host.device_bytes), default=None)
+        worst = min(
+            free, key=lambda host: (len(host.rollout_slowdowns), host.device_bytes), default=None
+        )
     return lambda node: cluster.hosts.get(NodeId(node), worst)
 
 
