@@ -26,7 +26,7 @@ from phaseloom.common.transport.logmark import LogMark, read_mark
 from phaseloom.common.transport.natsserver import EmbeddedServer
 from phaseloom.common.transport.retry import until_done
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.main import restored
+from phaseloom.scheduler.main import restore_core
 from phaseloom.scheduler.snapshots import Snapshots
 
 TENANT = "demo"
@@ -257,7 +257,7 @@ async def test_scheduler_does_not_begin_on_such_a_log(run: Run) -> None:
     await run.server.start()
     bus = await run.bus()
     with pytest.raises(ResourceError) as refusal:
-        await restored(bus, Snapshots(bus))
+        await restore_core(bus, Snapshots(bus))
     assert refusal.value.info.code is Code.DATA_LOSS
     await bus.close()
     await run.server.stop()

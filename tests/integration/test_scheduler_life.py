@@ -592,7 +592,7 @@ async def test_two_leaders_send_every_command_once(bus: Bus) -> None:
             await bus.log.append(QueuedOperation(key(seq), "id", "optim_step", session=1))
         for shell in shells:
             await folded(bus, shell)
-            await shell.rest()
+            await shell.quiesce()
     sent = (await bus.js.stream_info(streams.PERMITS)).state.messages
     replayed = Core()
     commands = [

@@ -62,7 +62,7 @@ class Harness:
     async def fold_all(self, shell: Shell) -> None:
         """Fold until the log is at rest."""
         while shell.core.state.sequence < len(self.log.entries):
-            await shell.take(self.log.entries[shell.core.state.sequence])
+            await shell.handle(self.log.entries[shell.core.state.sequence])
 
     def fired(self) -> list[float]:
         """When timers fired, by the log's clock."""
@@ -185,11 +185,11 @@ async def test_request_is_answered_by_the_core() -> None:
     shell = harness.shell()
     running = asyncio.create_task(shell.run())
     await shell.caught_up.wait()
-    status = (await shell.ask(submitted)).status
+    status = (await shell.request(submitted)).status
     assert status is not None
     assert status.job == "a"
     with pytest.raises(CallerError) as caught:
-        await shell.ask(submitted)
+        await shell.request(submitted)
     assert caught.value.info.code is Code.ALREADY_EXISTS
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -217,7 +217,7 @@ async def test_request_is_answered_once_what_it_brings_is_stored() -> None:
     running = asyncio.create_task(shell.run())
     try:
         await shell.caught_up.wait()
-        asking = asyncio.create_task(shell.ask(submitted))
+        asking = asyncio.create_task(shell.request(submitted))
         await until(lambda: bool(sink.given))
         for _ in range(100):  # room for an answer that would not wait
             await asyncio.sleep(0)

@@ -229,10 +229,10 @@ def _check_sizes(config: dict[str, Any], field: str) -> None:
                 field=f"{field}.{name}",
                 remedy="use 1 or more",
             )
-    heads, shared = (config.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
-    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+    heads, kv_heads = (config.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         raise CallerError(
-            f"{shared} key-value heads cannot be shared evenly by {heads} attention heads",
+            f"{kv_heads} key-value heads cannot be shared evenly by {heads} attention heads",
             field=f"{field}.num_key_value_heads",
             remedy="use a divisor of num_attention_heads",
         )
@@ -294,29 +294,31 @@ def job_api(
     async def submit(tenant: str, request: api.SubmitJob) -> api.JobStatus:
         spec = await _pinned(request, model_of)
         job = JobKey(tenant, request.job)
-        return await _asked(shell, lambda id: events.JobSubmitted(job, spec, id))
+        return await _request_status(shell, lambda id: events.JobSubmitted(job, spec, id))
 
     async def finish(tenant: str, request: api.JobRequest) -> api.JobStatus:
         job = _job_key(tenant, request.job)
-        return await _asked(shell, lambda id: events.JobFinished(job, id, failed=request.failed))
+        return await _request_status(
+            shell, lambda id: events.JobFinished(job, id, failed=request.failed)
+        )
 
     async def drain(tenant: str, request: api.JobRequest) -> api.JobStatus:
         job = _job_key(tenant, request.job)
-        return await _asked(shell, lambda id: events.DrainRequested(job, id))
+        return await _request_status(shell, lambda id: events.DrainRequested(job, id))
 
     async def create(tenant: str, request: api.CreateDeployment) -> api.JobStatus:
         job = _job(shell, _job_key(tenant, request.job))
         spec = await _pinned_deployment(request, job.spec, model_of)
-        return await _asked(shell, lambda id: events.DeploymentCreated(job.key, spec, id))
+        return await _request_status(shell, lambda id: events.DeploymentCreated(job.key, spec, id))
 
     async def delete(tenant: str, request: api.DeploymentRequest) -> api.JobStatus:
         check_name(request.job, "job")
         check_name(request.deployment, "deployment")
         key = DeploymentKey(tenant, request.job, request.deployment)
-        return await _asked(shell, lambda id: events.DeploymentDeleted(key, id))
+        return await _request_status(shell, lambda id: events.DeploymentDeleted(key, id))
 
     async def status(tenant: str, request: api.JobRequest) -> api.JobStatus:
-        return jobs.status(_now(shell), _job(shell, _job_key(tenant, request.job)))
+        return jobs.status(_present_step(shell), _job(shell, _job_key(tenant, request.job)))
 
     async def declare(tenant: str, request: api.PhaseRequest) -> api.JobStatus:
         job = _job(shell, _job_key(tenant, request.job))
@@ -324,19 +326,21 @@ def job_api(
         await shell.append(
             events.PhaseDeclared(job.key, request.session, request.pool, request.is_open)
         )
-        return jobs.status(_now(shell), job)
+        return jobs.status(_present_step(shell), job)
 
     async def cancel(tenant: str, request: api.CancelRequest) -> api.Explanation:
-        key = _key(tenant, request)
-        answer = await shell.ask(lambda id: events.CancelRequested(key, id, request.keeps_partial))
+        key = _operation_key(tenant, request)
+        answer = await shell.request(
+            lambda id: events.CancelRequested(key, id, request.keeps_partial)
+        )
         assert answer.explanation is not None
         return answer.explanation
 
-    async def why(tenant: str, request: api.OperationRequest) -> api.Explanation:
-        key = _key(tenant, request)
+    async def explain_operation(tenant: str, request: api.OperationRequest) -> api.Explanation:
+        key = _operation_key(tenant, request)
         # The stored outcome decides; it reaches the log a little later.
         completion = await outcome_of(key)
-        step = _now(shell)
+        step = _present_step(shell)
         deployment = step.deployment(key.deployment_key)
         op = deployment.queue.find(key) if deployment else None
         is_open = op is not None and not op.has_ended
@@ -348,16 +352,17 @@ def job_api(
             return explain.explain(step, deployment, op)
         if deployment is not None:
             raise to_exception(explain.not_open_error(deployment, key))
-        what = f"deployment {key.deployment_key} does not exist"
+        message = f"deployment {key.deployment_key} does not exist"
         raise CallerError(
-            what, code=Code.NOT_FOUND, field="deployment", remedy="see `phaseloom jobs`"
+            message, code=Code.NOT_FOUND, field="deployment", remedy="see `phaseloom jobs`"
         )
 
     async def usage(tenant: str, _: api.UsageRequest) -> api.Usage:
         state = shell.core.state
-        mine = [d for d in state.deployments.values() if d.key.tenant == tenant]
+        deployments = [d for d in state.deployments.values() if d.key.tenant == tenant]
         return api.Usage(
-            sum(len(d.queue.operations) + len(d.queue.unordered) for d in mine), state.sequence
+            sum(len(d.queue.operations) + len(d.queue.unordered) for d in deployments),
+            state.sequence,
         )
 
     return {
@@ -370,7 +375,7 @@ def job_api(
         "job.status": (api.JobRequest, status),
         "phase.declare": (api.PhaseRequest, declare),
         "operation.cancel": (api.CancelRequest, cancel),
-        "operation.explain": (api.OperationRequest, why),
+        "operation.explain": (api.OperationRequest, explain_operation),
     }
 
 
@@ -379,7 +384,7 @@ def node_api(shell: Shell) -> dict[str, tuple[Any, ApiHandler]]:
 
     async def drain(_: str, request: api.DrainNode) -> api.NodeStatus:
         node = NodeId(check_name(request.node, "node"))
-        answer = await shell.ask(
+        answer = await shell.request(
             lambda id: events.NodeDrainRequested(node, id, undo=request.undo, gone=request.gone)
         )
         assert answer.node is not None
@@ -394,19 +399,19 @@ def node_api(shell: Shell) -> dict[str, tuple[Any, ApiHandler]]:
                 field="node",
                 remedy="see `phaseloom state`",
             )
-        return evacuation.status(_now(shell), node)
+        return evacuation.status(_present_step(shell), node)
 
     return {"drain": (api.DrainNode, drain), "status": (api.DrainNode, status)}
 
 
-async def _asked(shell: Shell, make: Callable[[str], events.Event]) -> api.JobStatus:
+async def _request_status(shell: Shell, make_event: Callable[[str], events.Event]) -> api.JobStatus:
     """Append an event and return the job's status after the core has handled it."""
-    answer = await shell.ask(make)
+    answer = await shell.request(make_event)
     assert answer.status is not None
     return answer.status
 
 
-def _now(shell: Shell) -> Step:
+def _present_step(shell: Shell) -> Step:
     """The core's present state, for reading only, with the present time."""
     state = shell.core.state
     return Step(state, state.sequence, shell.now_s())
@@ -428,7 +433,7 @@ def _job(shell: Shell, key: JobKey) -> Job:
     return job
 
 
-def _key(tenant: str, request: api.OperationRequest) -> OperationKey:
+def _operation_key(tenant: str, request: api.OperationRequest) -> OperationKey:
     return parse_operation_key(f"{tenant}.{request.job}.{request.deployment}.{request.slot}")
 
 

@@ -49,7 +49,7 @@ from phaseloom.scheduler.snapshots import Snapshots
 
 log = logging.getLogger(__name__)
 
-_GOODBYE_S = 3.0
+_SHUTDOWN_STEP_S = 3.0
 """Time limit for each step of the shutdown. The process must stop within 10 s."""
 
 
@@ -110,13 +110,13 @@ async def serve(stop: asyncio.Event) -> None:
         try:
             with suppress(lifecycle.Stopped):
                 await _serve_once(settings, gauges, stop)
-        except* LeaseLost as lost:
-            log.warning("this process no longer leads: %s", _first(lost))
+        except* LeaseLost as losses:
+            log.warning("this process no longer leads: %s", _first_error(losses))
 
 
-def _first(group: BaseExceptionGroup[LeaseLost]) -> LeaseLost:
+def _first_error(group: BaseExceptionGroup[LeaseLost]) -> LeaseLost:
     first = group.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+    return _first_error(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 async def _serve_once(settings: Config, gauges: Gauges, stop: asyncio.Event) -> None:
@@ -128,20 +128,20 @@ async def _serve_once(settings: Config, gauges: Gauges, stop: asyncio.Event) -> 
           Stopped: a stop was requested while connecting or restoring.
     """
     async with service_bus(settings.name, stop) as bus:
-        lease = await _lease(bus, settings, stop)
+        lease = await _acquire_lease(bus, settings, stop)
         if lease is None:
             return
         try:
-            await _while_held(lease, _lead(bus, settings, gauges, stop))
+            await _hold_while(lease, _lead(bus, settings, gauges, stop))
         finally:
             await _release(lease)
 
 
-async def _lease(bus: Bus, settings: Config, stop: asyncio.Event) -> Lease | None:
+async def _acquire_lease(bus: Bus, settings: Config, stop: asyncio.Event) -> Lease | None:
     """Wait for the leader's lease. None if a stop is requested first."""
-    who = f"{settings.name}, pid {os.getpid()}".encode()
+    holder = f"{settings.name}, pid {os.getpid()}".encode()
     acquiring = asyncio.create_task(
-        Lease.acquire(bus, scheduler_lease_key(), who, settings.lease_ttl_s)
+        Lease.acquire(bus, scheduler_lease_key(), holder, settings.lease_ttl_s)
     )
     stopping = asyncio.create_task(stop.wait())
     log.info("waiting for the leader's lease")
@@ -158,7 +158,7 @@ async def _lease(bus: Bus, settings: Config, stop: asyncio.Event) -> Lease | Non
 async def _release(lease: Lease) -> None:
     """Release the lease, so that a standby does not have to wait until it expires."""
     try:
-        async with asyncio.timeout(_GOODBYE_S):
+        async with asyncio.timeout(_SHUTDOWN_STEP_S):
             await lease.release()
     except (TimeoutError, NatsError, NatsTimeoutError) as error:
         log.warning("the lease could not be released and will expire: %r", error)
@@ -167,30 +167,30 @@ async def _release(lease: Lease) -> None:
 async def _lead(bus: Bus, settings: Config, gauges: Gauges, stop: asyncio.Event) -> None:
     """Fold the log and perform outputs until a stop is requested."""
     snapshots = Snapshots(bus)
-    core = await lifecycle.unless_stopped(stop, restored(bus, snapshots))
+    core = await lifecycle.unless_stopped(stop, restore_core(bus, snapshots))
     sink = BusSink(bus, snapshots, secret=settings.state_secret)
     decisions = RetryingLog(bus, "scheduler")
     policy = SchedulerConfig.of(settings)
     shell = Shell(core, decisions, sink, policy, settings.snapshot_every)
-    keeping = Housekeeping(bus, decisions, shell)
+    housekeeping = Housekeeping(bus, decisions, shell)
     with gauges.of(core, bus):
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(sink.run()),
                 tasks.create_task(shell.run()),
-                tasks.create_task(keeping.watch_nodes(settings.lease_margin_s)),
-                tasks.create_task(keeping.watch_sessions()),
-                tasks.create_task(keeping.sweep_outcomes(settings.outcome_retention_s)),
+                tasks.create_task(housekeeping.watch_nodes(settings.lease_margin_s)),
+                tasks.create_task(housekeeping.watch_sessions()),
+                tasks.create_task(housekeeping.sweep_outcomes(settings.outcome_retention_s)),
                 tasks.create_task(_serve_api(bus, shell)),
             ]
             try:
                 await stop.wait()
-                await _leave_snapshot(shell, sink)
+                await _store_final_snapshot(shell, sink)
             finally:
                 await lifecycle.end(running)
 
 
-async def _while_held(lease: Lease, leading: Coroutine[Any, Any, None]) -> None:
+async def _hold_while(lease: Lease, leading: Coroutine[Any, Any, None]) -> None:
     """Lead while the lease is renewed. Renewal starts at once, because restoring takes time.
 
     Raises: LeaseLost: another process may lead, so this one no longer acts.
@@ -205,7 +205,7 @@ async def _while_held(lease: Lease, leading: Coroutine[Any, Any, None]) -> None:
         await lifecycle.end(tasks)
 
 
-async def restored(bus: Bus, snapshots: Snapshots) -> Core:
+async def restore_core(bus: Bus, snapshots: Snapshots) -> Core:
     """Restore the core from the newest snapshot.
 
     Raises: ResourceError: the snapshot is damaged. Or a core of another version wrote it and cannot
@@ -235,14 +235,14 @@ async def restored(bus: Bus, snapshots: Snapshots) -> Core:
     return core
 
 
-async def _leave_snapshot(shell: Shell, sink: BusSink) -> None:
+async def _store_final_snapshot(shell: Shell, sink: BusSink) -> None:
     """Store a final snapshot, so that the next process starts quickly, whatever its core
     version."""
     if not shell.caught_up.is_set():
         return
     try:
-        async with asyncio.timeout(_GOODBYE_S):
-            await shell.rest()
+        async with asyncio.timeout(_SHUTDOWN_STEP_S):
+            await shell.quiesce()
             await sink.save(shell.core.state.sequence, shell.core.snapshot(), is_last=True)
     except (TimeoutError, PhaseloomError, NatsError, NatsTimeoutError) as error:
         log.warning("the final snapshot could not be stored: %r", error)

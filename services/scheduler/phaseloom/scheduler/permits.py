@@ -37,27 +37,27 @@ def batched(outputs: list[Output], contexts: list[Context]) -> list[tuple[Output
     first = contexts[0] if contexts else None
     performed: list[tuple[Output, Context | None]] = []
     batches: dict[tuple[DeploymentKey, int], list[tuple[Permit, Context]]] = {}
-    traced = iter(contexts)
+    remaining_contexts = iter(contexts)
     for output in outputs:
         if not (isinstance(output, SendCommand) and isinstance(output.command, Permit)):
             performed.append((output, first))
             continue
-        permit, context = output.command, next(traced)
+        permit, context = output.command, next(remaining_contexts)
         if permit.kind in READING_KINDS:
             key = permit.operation.deployment_key, permit.epoch
             batches.setdefault(key, []).append((permit, context))
         else:
             performed.append((output, context))
     # Batches come last, after the command that opens their activation.
-    performed += [_one_message(permits) for permits in batches.values()]
+    performed += [_as_command(permits) for permits in batches.values()]
     return performed
 
 
-def _one_message(permits: list[tuple[Permit, Context]]) -> tuple[Output, Context | None]:
+def _as_command(permits: list[tuple[Permit, Context]]) -> tuple[Output, Context | None]:
     permit, context = permits[0]
     if len(permits) == 1:
         return SendCommand(permit), context
-    return SendCommand(batch([(one, _traceparent(own)) for one, own in permits])), None
+    return SendCommand(batch([(item, _traceparent(parent)) for item, parent in permits])), None
 
 
 def batch(permits: Sequence[tuple[Permit, str]]) -> Permits:

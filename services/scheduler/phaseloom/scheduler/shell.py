@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 MAX_STORING = 64
 """Maximum number of permits being sent to the server at once."""
-_LAST = DeleteOperations | Answer
+_FINAL_OUTPUTS = DeleteOperations | Answer
 """Outputs that wait until all other outputs of their entry are stored. An operation is deleted only
 once its outcome is stored, and an answer is sent only once what it says is true."""
 _STALE_TIMERS = 64
@@ -96,12 +96,12 @@ Replan = Callable[[ComputeReplan], Awaitable[events.ReplanComputed]]
 """Computes worthwhile moves, outside the loop."""
 
 
-async def _in_a_thread(asked: ComputeReplan) -> events.ReplanComputed:
-    return await asyncio.to_thread(repack.compute, asked)
+async def _replan_in_thread(request: ComputeReplan) -> events.ReplanComputed:
+    return await asyncio.to_thread(repack.compute, request)
 
 
 class Shell:
-    """Drives one core. `run` runs until cancelled; API handlers call `ask`."""
+    """Drives one core. `run` runs until cancelled; API handlers call `request`."""
 
     def __init__(
         self,
@@ -122,15 +122,15 @@ class Shell:
         self._config = config
         self._snapshot_every = snapshot_every
         self._clock = clock or WallClock()
-        self._replan = replan or _in_a_thread
+        self._replan = replan or _replan_in_thread
         self._timers: list[tuple[float, str]] = []
         self._timer_set = asyncio.Event()
         self._ahead_s = 0.0
         """How far this clock is ahead of the log's, learned from timers that fired too early."""
-        self._fired_with: dict[str, float] = {}
+        self._ahead_when_fired_s: dict[str, float] = {}
         """Fired timer that has not appeared in the log yet → `_ahead_s` at the time of firing."""
         self._answers: dict[str, asyncio.Future[Answer]] = {}
-        self._busy = asyncio.Lock()
+        self._handling = asyncio.Lock()
         """Held while an entry is handled."""
         self._tasks: asyncio.TaskGroup | None = None
         """Task group of the running shell."""
@@ -147,10 +147,10 @@ class Shell:
             tasks.create_task(self._fold())
             tasks.create_task(self._fire_timers())
 
-    async def rest(self) -> None:
+    async def quiesce(self) -> None:
         """Stop handling entries. Returns once all outputs are performed."""
-        await self._busy.acquire()
-        await self._all_stored()
+        await self._handling.acquire()
+        await self._wait_until_stored()
 
     def now_s(self) -> float:
         """Estimated present time of the log's clock."""
@@ -160,19 +160,21 @@ class Shell:
         """Append an event without waiting for an answer."""
         await self._log.append(event)
 
-    async def ask(self, make: Callable[[str], events.Event], timeout_s: float = 10.0) -> Answer:
+    async def request(
+        self, make_event: Callable[[str], events.Event], timeout_s: float = 10.0
+    ) -> Answer:
         """Append a request event and wait for the core's answer.
 
-        Args: make: builds the event from the request's id, which the answer repeats.
+        Args: make_event: builds the event from the request's id, which the answer repeats.
         Raises: PhaseloomError: the core refused the request.
               ResourceError: there was no answer in time.
         """
-        request = uuid.uuid4().hex
-        event = make(request)
+        request_id = uuid.uuid4().hex
+        event = make_event(request_id)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._answers[request] = future
+        self._answers[request_id] = future
         try:
-            await self._log.append(event, msg_id=f"request:{request}")
+            await self._log.append(event, msg_id=f"request:{request_id}")
             return await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
             raise ResourceError(
@@ -180,44 +182,44 @@ class Shell:
                 remedy="check the job's status before trying again",
             ) from None
         finally:
-            del self._answers[request]
+            del self._answers[request_id]
 
     # --- the fold -------------------------------------------------------------------------------
 
     async def _fold(self) -> None:
         backlog_end = await self._log.end()
         if backlog_end <= self.core.state.sequence:
-            await self._caught_up()
+            await self._finish_catch_up()
         since_snapshot = 0
         async for entry in self._log.read_entries(self.core.state.sequence + 1):
             if entry.sequence != self.core.state.sequence + 1:
                 # Entries are dropped only below the snapshot before the newest one.
                 raise log_entries_missing(self.core.state.sequence + 1, entry.sequence - 1)
-            async with self._busy:
-                outputs = await self.take(entry)
+            async with self._handling:
+                outputs = await self.handle(entry)
                 since_snapshot += len(events.parts(entry.event))
-                if since_snapshot >= self._snapshot_every or _is_once(outputs):
-                    await self._all_stored()
+                if since_snapshot >= self._snapshot_every or _has_unrepeatable(outputs):
+                    await self._wait_until_stored()
                     await self._sink.save(self.core.state.sequence, self.core.snapshot())
                     since_snapshot = 0
             if entry.sequence >= backlog_end and not self.caught_up.is_set():
-                await self._caught_up()
+                await self._finish_catch_up()
         raise InternalError("the decision log ended")
 
-    async def _caught_up(self) -> None:
+    async def _finish_catch_up(self) -> None:
         if self.core.state.config != self._config:
             await self._log.append(events.SchedulerConfigured(self._config))
         self.caught_up.set()
-        self._begin_replan(repack.unanswered(self.core.state))
+        self._start_replan(repack.unanswered(self.core.state))
 
-    async def take(self, entry: LogEntry) -> list[Output]:
+    async def handle(self, entry: LogEntry) -> list[Output]:
         """Fold one entry, perform its outputs and return them."""
         began_s = time.perf_counter()
         outputs = self.core.step(entry.sequence, entry.time_s, entry.event)
         step_s = time.perf_counter() - began_s
-        self._note_trace(entry)
+        self._record_traces(entry)
         if isinstance(entry.event, events.TimerFired):
-            self._note_clock(entry.event, entry.time_s)
+            self._learn_clock_lead(entry.event, entry.time_s)
         permits = permits_in(outputs)
         contexts = [self._trace_permit(permit, entry) for permit in permits]
         await self._perform_all(batched(outputs, contexts))
@@ -238,11 +240,11 @@ class Shell:
             isinstance(o, DeleteOperations | SetTimer) or _is_permit(o) for o, _ in outputs
         )
         if self._tasks is None or not may_overlap:
-            await self._all_stored()
-            effects = [both for both in outputs if not isinstance(both[0], _LAST)]
+            await self._wait_until_stored()
+            effects = [pair for pair in outputs if not isinstance(pair[0], _FINAL_OUTPUTS)]
             await asyncio.gather(*(self._perform(output, context) for output, context in effects))
             for output, context in outputs:
-                if isinstance(output, _LAST):
+                if isinstance(output, _FINAL_OUTPUTS):
                     await self._perform(output, context)
             return
         for output, context in outputs:
@@ -252,21 +254,20 @@ class Shell:
             self._storing.add(task)
             task.add_done_callback(self._storing.discard)
 
-    async def _all_stored(self) -> None:
+    async def _wait_until_stored(self) -> None:
         while self._storing:
             await asyncio.wait(self._storing)
 
     async def _perform(self, output: Output, context: Context | None) -> None:
         match output:
             case SetTimer():
-                self._keep_timer(output)
+                self._add_timer(output)
             case Answer():
                 self._answer(output)
             case ComputeReplan():
-                if (
-                    self.caught_up.is_set()
-                ):  # of earlier ones, only the last is begun, after catching up
-                    self._begin_replan(output)
+                # While catching up, older requests are obsolete: only the last one is then started.
+                if self.caught_up.is_set():
+                    self._start_replan(output)
             case _:
                 await self._sink.perform(output, context)
 
@@ -279,24 +280,24 @@ class Shell:
         else:
             future.set_result(answer)
 
-    # --- beside the fold --------------------------------------------------------------------------
+    # --- replanning -----------------------------------------------------------------------------
 
-    def _begin_replan(self, asked: ComputeReplan | None) -> None:
-        if asked is not None and self._tasks is not None:
-            self._tasks.create_task(self._answer_replan(asked))
+    def _start_replan(self, request: ComputeReplan | None) -> None:
+        if request is not None and self._tasks is not None:
+            self._tasks.create_task(self._answer_replan(request))
 
-    async def _answer_replan(self, asked: ComputeReplan) -> None:
-        computed = await self._replan(asked)
-        await self._log.append(computed, msg_id=f"replan:{asked.as_of}")
+    async def _answer_replan(self, request: ComputeReplan) -> None:
+        computed = await self._replan(request)
+        await self._log.append(computed, msg_id=f"replan:{request.as_of}")
 
     # --- timers ---------------------------------------------------------------------------------
 
-    def _keep_timer(self, timer: SetTimer) -> None:
+    def _add_timer(self, timer: SetTimer) -> None:
         heapq.heappush(self._timers, (timer.due_s, timer.timer))
-        known = self.core.state.timers
-        if len(self._timers) > 2 * len(known) + _STALE_TIMERS:
+        pending = self.core.state.timers
+        if len(self._timers) > 2 * len(pending) + _STALE_TIMERS:
             # Most long timers are withdrawn long before they are due.
-            self._timers = [(due_s, name) for name, due_s in known.items()]
+            self._timers = [(due_s, name) for name, due_s in pending.items()]
             heapq.heapify(self._timers)
         self._timer_set.set()
 
@@ -311,29 +312,29 @@ class Shell:
             due_s, timer = heapq.heappop(self._timers)
             # Most timers that were set before a restart have already fired.
             if self.core.state.timers.get(timer) == due_s:
-                self._fired_with[timer] = self._ahead_s
+                self._ahead_when_fired_s[timer] = self._ahead_s
                 await self._log.append(events.TimerFired(timer))
 
-    def _note_clock(self, event: events.TimerFired, time_s: float) -> None:
+    def _learn_clock_lead(self, event: events.TimerFired, time_s: float) -> None:
         """Learn how far this clock is ahead from a timer that fired early and is therefore still
         set."""
-        known_s = self._fired_with.pop(event.timer, 0.0)
+        ahead_when_fired_s = self._ahead_when_fired_s.pop(event.timer, 0.0)
         due_s = self.core.state.timers.get(event.timer)
         if due_s is not None:
-            self._ahead_s = max(self._ahead_s, known_s + due_s - time_s)
+            self._ahead_s = max(self._ahead_s, ahead_when_fired_s + due_s - time_s)
 
     # --- tracing --------------------------------------------------------------------------------
 
-    def _note_trace(self, entry: LogEntry) -> None:
+    def _record_traces(self, entry: LogEntry) -> None:
         match entry.event:
             case events.QueuedOperation(key=key):
-                self._note_trace_of(key, entry.headers, entry.time_s)
+                self._record_trace(key, entry.headers, entry.time_s)
             case events.OperationsQueued(operations, traceparents):
                 for i, operation in enumerate(operations):
                     headers = {"traceparent": traceparents[i]} if traceparents else {}
-                    self._note_trace_of(operation.key, headers, entry.time_s)
+                    self._record_trace(operation.key, headers, entry.time_s)
 
-    def _note_trace_of(self, key: OperationKey, headers: dict[str, str], time_s: float) -> None:
+    def _record_trace(self, key: OperationKey, headers: dict[str, str], time_s: float) -> None:
         deployment = self.core.state.deployments.get(key.deployment_name)
         op = deployment.queue.find(key) if deployment else None
         if op is not None and not op.has_ended:
@@ -341,7 +342,7 @@ class Shell:
 
     def _trace_permit(self, permit: Permit, entry: LogEntry) -> Context:
         """Record the span `permit`. Returns the context for sending the permit."""
-        parent, _ = self._queued(permit, entry)
+        parent, _ = self._trace_start(permit, entry)
         now_s = self._clock.now_s()
         span = telemetry.record("permit", entry.time_s, now_s, parent, **_attributes(permit))
         return telemetry.child_context(span)
@@ -349,14 +350,14 @@ class Shell:
     def _trace_queue(self, permit: Permit, entry: LogEntry) -> None:
         """Record the span `queue`, from the operation's entry in the log to the entry that permits
         it."""
-        parent, queued_s = self._queued(permit, entry)
+        parent, queued_s = self._trace_start(permit, entry)
         telemetry.record("queue", queued_s, entry.time_s, parent, **_attributes(permit))
 
-    def _queued(self, permit: Permit, entry: LogEntry) -> tuple[Context | None, float]:
+    def _trace_start(self, permit: Permit, entry: LogEntry) -> tuple[Context | None, float]:
         return self._traces.get(str(permit.operation), (None, entry.time_s))
 
 
-def _is_once(outputs: list[Output]) -> bool:
+def _has_unrepeatable(outputs: list[Output]) -> bool:
     """Whether some output must not be repeated.
 
     If a restart repeated it, it would delete data that a new job has stored meanwhile under the

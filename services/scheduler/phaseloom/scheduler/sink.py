@@ -47,22 +47,22 @@ class BusSink:
         """Delete data that is no longer needed, in the background."""
         async with asyncio.TaskGroup() as group:
             for _ in range(_DELETIONS_AT_ONCE):
-                group.create_task(self._keep_deleting())
+                group.create_task(self._run_deletions())
 
-    async def _keep_deleting(self) -> None:
+    async def _run_deletions(self) -> None:
         while True:
             await self._delete_now(*await self._deletions.get())
             self._deletions.task_done()
 
     async def perform(self, output: outputs.Output, context: Context | None) -> None:
-        what = type(output).__name__
+        name = type(output).__name__
 
         async def report_full(reason: str) -> None:
-            await self._bus.notice("scheduler", "waiting for room", reason, what)
+            await self._bus.notice("scheduler", "waiting for room", reason, name)
 
         await until_done(
             lambda: self._perform(output, context),
-            what,
+            name,
             attempt_s=ATTEMPT_S,
             report_full=report_full,
         )
@@ -70,12 +70,12 @@ class BusSink:
     async def _perform(self, output: outputs.Output, context: Context | None) -> None:
         match output:
             case outputs.SendCommand(command):
-                await self._command(self._signed(command), context)
+                await self._send_command(self._signed(command), context)
             case outputs.WriteCompletion(key, completion, content_type):
                 await self._write(key, completion, content_type)
             case outputs.SettleCompletion(key, kind, completion, content_type):
                 await self._write(key, completion, content_type)
-                await self._tell_stored(key, kind, completion)
+                await self._append_stored(key, kind, completion)
             case outputs.DeleteOperations(keys):
                 for key in keys:
                     self._delete(streams.ops_stream(key.tenant), streams.op_subject(key))
@@ -90,7 +90,7 @@ class BusSink:
             case outputs.PublishNotice(what, reason, subject):
                 await self._bus.notice("scheduler", what, reason, subject)
 
-    async def _command(self, command: commands.Command, context: Context | None) -> None:
+    async def _send_command(self, command: commands.Command, context: Context | None) -> None:
         match command:
             case commands.Permit(kind=kind) if kind in READING_KINDS:
                 await self._permits.add((command, context))
@@ -114,8 +114,8 @@ class BusSink:
             ):
                 return msgspec.structs.replace(command, ticket=tickets.signed(ticket, self._secret))
             case commands.Permits(permits=permits):
-                ours: list[Any] = [self._signed(permit) for permit in permits]
-                return msgspec.structs.replace(command, permits=ours)
+                signed_permits: list[Any] = [self._signed(permit) for permit in permits]
+                return msgspec.structs.replace(command, permits=signed_permits)
             case commands.StartWpg() | commands.SealState() | commands.MirrorState() if (
                 command.ticket is not None
             ):
@@ -136,14 +136,14 @@ class BusSink:
         )
 
     async def _send_permits(
-        self, given: list[tuple[commands.Permit | commands.Permits, Context | None]]
+        self, permits_to_send: list[tuple[commands.Permit | commands.Permits, Context | None]]
     ) -> None:
         """Send the permits that have arrived since the last call, in one message per activation."""
-        if len(given) == 1:
-            await self._send(*given[0])
+        if len(permits_to_send) == 1:
+            await self._send(*permits_to_send[0])
             return
         activations: dict[tuple[DeploymentKey, int], list[tuple[commands.Permit, str]]] = {}
-        for command, context in given:
+        for command, context in permits_to_send:
             for permit, traceparent in permits.traced(command, context):
                 activation = permit.operation.deployment_key, permit.epoch
                 activations.setdefault(activation, []).append((permit, traceparent))
@@ -157,10 +157,10 @@ class BusSink:
         Raises: LeaseLost: another leader has stored one.
         """
         await self._deletions.join()
-        before = await self._snapshots.save(sequence, snapshot, is_last=is_last)
-        if before:
+        first_kept = await self._snapshots.save(sequence, snapshot, is_last=is_last)
+        if first_kept:
             await until_done(
-                lambda: self._bus.log.truncate(before), "truncate the log", attempt_s=ATTEMPT_S
+                lambda: self._bus.log.truncate(first_kept), "truncate the log", attempt_s=ATTEMPT_S
             )
 
     async def _write(self, key: OperationKey, completion: Completion, content_type: str) -> None:
@@ -171,25 +171,25 @@ class BusSink:
                 streams.done_subject(key), completion, content_type=content_type
             )
 
-    async def _tell_stored(self, key: OperationKey, kind: str, ours: Completion) -> None:
+    async def _append_stored(self, key: OperationKey, kind: str, proposed: Completion) -> None:
         """Append the stored outcome to the log, whether it is ours or the workers'."""
         subject = streams.done_subject(key)
         stored = (await self._bus.stored.get_all(streams.DONE, [subject], must_exist=True)).get(
             subject
         )
-        done = ours
+        completion = proposed
         if stored is not None:
-            done = decode(stored.payload, Completion, content_type_of(stored.headers))
+            completion = decode(stored.payload, Completion, content_type_of(stored.headers))
         event = OperationFinished(
             key=key,
             kind=kind,
-            outcome=done.outcome,
+            outcome=completion.outcome,
             epoch=0,
             incarnation=0,
             started_unix_s=time.time(),
             duration_s=0.0,
-            error=done.error,
-            checkpoints=checkpoints_of(done),
+            error=completion.error,
+            checkpoints=checkpoints_of(completion),
         )
         await self._bus.log.append(event, msg_id=f"settled:{key}")
 

@@ -156,7 +156,7 @@ def _record_part(deployment: Deployment, event: SealCommitted) -> list[int] | No
     """
     if len(deployment.wpg.assignments) == 1:
         return event.versions
-    if event.seq != deployment.durability.seal_asked:
+    if event.seq != deployment.durability.requested_seal:
         return None
     parts = deployment.durability.seal_parts
     deployment.durability.note_part(event.node, event.versions, event.copies)
@@ -248,7 +248,7 @@ def failed(step: Step, event: SealFailed) -> None:
     if deployment is None or event.node not in deployment.nodes:
         return
     step.notify("seal failed, the previous seal remains", event.error.message, deployment.name)
-    if event.seq != deployment.durability.seal_asked:
+    if event.seq != deployment.durability.requested_seal:
         return  # another node failed first, and this seal was given up then
     deployment.durability.seal_failed()
     _review_copies(step)

@@ -53,7 +53,7 @@ class DeploymentDurability(msgspec.Struct):
     evacuated."""
     sealing: int = 0
     """seq of the seal in progress. 0: none."""
-    seal_asked: int = 0
+    requested_seal: int = 0
     """seq of the last requested seal. 0: that request failed."""
     seal_parts: dict[NodeId, list[int]] = {}
     """Nodes that have committed their part of the seal in progress → the weights versions that are
@@ -127,7 +127,7 @@ class DeploymentDurability(msgspec.Struct):
 
     def seal(self) -> None:
         """Record that a seal of the present state was requested."""
-        self.sealing = self.seal_asked = self.applied
+        self.sealing = self.requested_seal = self.applied
         self.seal_parts = {}
         self.part_copies = {}
 
@@ -152,7 +152,7 @@ class DeploymentDurability(msgspec.Struct):
 
     def skip_seal(self) -> None:
         """Record that a seal cannot be made now, so that the next attempt comes later."""
-        self.seal_asked = self.since_seal = self.since_seal_bytes = 0
+        self.requested_seal = self.since_seal = self.since_seal_bytes = 0
 
     def seal_failed(self) -> None:
         """Record that the seal failed. The next attempt comes later, because a full disk is
@@ -160,8 +160,8 @@ class DeploymentDurability(msgspec.Struct):
         self.sealing = 0
         self.skip_seal()
 
-    def no_seal_asked(self) -> None:
-        self.seal_asked = 0
+    def clear_seal_request(self) -> None:
+        self.requested_seal = 0
 
     def incarnation_died(self) -> None:
         self.replay = []

@@ -211,7 +211,7 @@ def _measure_copies(step: Step, deployment: Deployment, move: Relocation) -> Mov
 def _request_last_seal(step: Step, deployment: Deployment, move: Relocation) -> MoveEvent | None:
     """Seal again if a replay of the operations since the seal would take longer than that."""
     # After a failed seal another try is unlikely to succeed: leave with the seal before it.
-    has_failed = move.requested_seal and not deployment.durability.seal_asked
+    has_failed = move.requested_seal and not deployment.durability.requested_seal
     if not _can_stop(deployment) or has_failed or _replay_s(deployment) <= move.copy_s:
         return None
     seals.seal(step, deployment)
@@ -364,5 +364,5 @@ def relocate(step: Step, deployment: Deployment, assignments: list[RankAssignmen
         stop_incarnation = step.state.withdraw_forget(node, name)
         deployment.wpg.raise_incarnation(stop_incarnation)
     deployment.move.keep([*deployment.move.stale_holders, *old], but=deployment.nodes)
-    deployment.durability.no_seal_asked()
+    deployment.durability.clear_seal_request()
     step.notify("deployment moved", f"{', '.join(old)} -> {', '.join(deployment.nodes)}", name)
