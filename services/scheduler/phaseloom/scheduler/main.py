@@ -236,8 +236,7 @@ async def restore_core(bus: Bus, snapshots: Snapshots) -> Core:
 
 
 async def _store_final_snapshot(shell: Shell, sink: BusSink) -> None:
-    """Store a final snapshot, so that the next process starts quickly, whatever its core
-    version."""
+    """Store a final snapshot, so that the next process starts quickly, with any core version."""
     if not shell.caught_up.is_set():
         return
     try:

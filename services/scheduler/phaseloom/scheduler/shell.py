@@ -48,7 +48,7 @@ MAX_STORING = 64
 """Maximum number of permits being sent to the server at once."""
 _FINAL_OUTPUTS = DeleteOperations | Answer
 """Outputs that wait until all other outputs of their entry are stored. An operation is deleted only
-once its outcome is stored, and an answer is sent only once what it says is true."""
+once its outcome is stored, and an answer is sent only once its content is true."""
 _STALE_TIMERS = 64
 """Number of withdrawn timers tolerated beyond the number of set timers before the heap is
 rebuilt."""
@@ -126,7 +126,7 @@ class Shell:
         self._timers: list[tuple[float, str]] = []
         self._timer_set = asyncio.Event()
         self._ahead_s = 0.0
-        """How far this clock is ahead of the log's, learned from timers that fired too early."""
+        """Lead of this clock over the log's, learned from timers that fired too early."""
         self._ahead_when_fired_s: dict[str, float] = {}
         """Fired timer that has not appeared in the log yet → `_ahead_s` at the time of firing."""
         self._answers: dict[str, asyncio.Future[Answer]] = {}

@@ -1,4 +1,4 @@
-"""Devices and their slots: what is on a device, what must leave it, and which deployments claim it.
+"""Devices and their slots: the deployments that are on a device, must leave it, or claim it.
 
 Each device has one slot. If the device is shared in space, each deployment that runs in the slot
 has a share of the device's compute units; shares never overlap. Other modules get slots from here
@@ -283,14 +283,14 @@ def free_tail(step: Step, deployment: Deployment, ranks: list[int]) -> None:
 
 
 def release(step: Step, deployment: Deployment) -> None:
-    """Record that nothing runs on the devices that a deployment held."""
+    """Record that a deployment no longer runs on its devices."""
     for slot in slots_of(step, deployment):
         if slot.running == deployment.name:
             _stops(step, slot, deployment.name)
 
 
 def note_ready(step: Step, deployment: Deployment, *, is_ready: bool) -> None:
-    """Record whether a deployment has an operation that could run."""
+    """Record whether one of a deployment's operations can run now."""
     for slot in slots_of(step, deployment):
         if is_ready:
             slot.ready[deployment.name] = deployment.job_name
@@ -400,7 +400,7 @@ def expect(slot: Slot, job: str, expected: Expected | None) -> None:
 
 
 def came(slot: Slot, job: str) -> Expected | None:
-    """Record that an operation of a job starts, and return what was predicted for it."""
+    """Record that an operation of a job starts. Returns its prediction, or None."""
     slot.speculative = ""
     return slot.expected.pop(job, None)
 

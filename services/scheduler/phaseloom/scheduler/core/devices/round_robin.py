@@ -1,4 +1,4 @@
-"""Round-robin positions: which meta-iteration of its group each job is in (WEAVE §4.3).
+"""Round-robin positions: the meta-iteration of its group that each job is in (WEAVE §4.3).
 
 A *position* is a pair (round, index of the job in its group). A round belongs to the job, not to a
 device, so that every device serves the jobs in the same order. With per-device counters, two
@@ -8,7 +8,7 @@ iteration, and so could two rollout nodes on which multi-node jobs meet single-n
 A job enters its next round when it starts a phase on a device where it has already had its phase of
 the current round. A job that fell behind (it was late or has just joined) is next on every device,
 and enters the latest round of its group. It does so only once: all phases of one iteration count
-for the same round, whatever devices they run on (`began`, `iterated`).
+for the same round, on all devices (`began`, `iterated`).
 
 Only differences between positions matter, and nothing is decided here. Cost: O(jobs of the group).
 """

@@ -2,8 +2,8 @@
 
 A drained node accepts nothing new. Each of its deployments moves, with its state, to another node
 of the same pool as soon as there is room: first on the nodes of its own group, then on free nodes,
-then wherever the job would be placed if it were new. The node stays drained until an operator
-undoes it, whatever becomes of its agent.
+then on the nodes that a new job would get. The node stays drained until an operator undoes it,
+even if its agent restarts or is lost.
 
 If a node is away for longer than a grace period, deployments that can be rebuilt without it move
 elsewhere: those without a seal, and those with a copy of their seal on another node. The others

@@ -1,10 +1,10 @@
 """Repacking: jobs move when their cycle becomes known or changes, and when other jobs leave.
 
 A job that was measured on its own nodes is placed again, and moves if that is cheaper (PlexRL
-§4.3). If a job's cycle changes so much that its group is overloaded, that job alone is placed again
-(WEAVE §5.3). If the policy plans for the whole cluster, it does so whenever a job has left or its
-cycle has changed. Such a plan is computed from a copy, outside the scheduler's loop, and comes back
-as an event. Each move is made only if the groups and nodes involved have not changed meanwhile.
+§4.3). If a change of a job's cycle overloads its group, only that job is placed again (WEAVE §5.3).
+If the policy plans for the whole cluster, it does so whenever a job has left or its cycle has
+changed. Such a plan is computed from a copy, outside the scheduler's loop, and comes back as an
+event. Each move is made only if its groups and nodes have not changed since the copy.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _is_there(member: Member, placed: Placed) -> bool:
     return placed_nodes == {pool: set(names) for pool, names in member.nodes.items()}
 
 
-# --- the whole cluster, beside the loop ----------------------------------------------------------
+# --- the whole cluster, outside the loop ---------------------------------------------------------
 
 
 def ask(step: Step) -> None:

@@ -58,8 +58,7 @@ def by_chains(choose: Policy, otherwise: Multiplexing, *, looks_ahead: bool) -> 
 
 
 def _progress(first: Claim, second: Claim) -> PairProgress:
-    """Estimate both jobs' progress over the younger job's lifetime, at their average pace so
-    far."""
+    """Estimate both jobs' progress over the younger job's lifetime, at their average pace."""
     time_s = min(first.age_s, second.age_s)
     done_s = [
         time_s * (1 - claim.lag_s / claim.age_s) if claim.age_s else 0.0

@@ -68,7 +68,7 @@ class MoveStage(StrEnum):
 
 
 class OpEvent(StrEnum):
-    """Events of an operation. Those that end it have the values of `Outcome`."""
+    """Events of an operation. The final events have the values of `Outcome`."""
 
     PERMITTED = "permitted"
     TAKEN_BACK = "taken back"

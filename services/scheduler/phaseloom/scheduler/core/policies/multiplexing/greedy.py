@@ -1,4 +1,4 @@
-"""Start the next operation next to the running ones if that raises throughput right now.
+"""Start the next operation alongside the running ones if that raises throughput at once.
 
 Considers only the running operations and the next one, and never stops any.
 
@@ -8,7 +8,7 @@ divided to maximize the combined speed.
 
 Without a table, an operation starts if at most one of the resulting operations fills the device.
 For example, two training operations never run side by side: if memory bandwidth limits them, there
-is nothing to gain. All get equal shares, but no more units than they can use.
+is nothing to gain. All get equal shares, up to the number of units that they can use.
 
 Source: JigsawRL §4.2. Deviation: no look-ahead. On the reference's model, greedy sharing without
     preemption comes within 2 % of the optimum.
@@ -63,9 +63,9 @@ def _by_table(view: SharingView, table: SlowdownTable) -> list[int] | None:
 def _divide(
     units: int, claims: Sequence[Claim], worth: Callable[[list[int], int], float]
 ) -> list[int]:
-    """Divide the units: one per claim, then each further unit where it is worth most.
+    """Divide the units: one per claim, then each remaining unit to the claim that gains most.
 
-    Ties go to the first claim. A claim gets no more units than it can use.
+    Ties go to the first claim. A claim gets at most the units that it can use.
     """
     counts = [1] * len(claims)
     for _ in range(units - len(claims)):

@@ -106,7 +106,7 @@ def _can_be_joined(budgets: list[Budget], settled_s: float) -> bool:
 
 @dataclass
 class _Best:
-    """The cheapest placement so far."""
+    """Cheapest placement among the groups already evaluated."""
 
     price: float = inf
     placed: Placed | None = None
@@ -116,7 +116,7 @@ def _promising(cluster: Cluster, member: Member, job: Timing, best: _Best) -> It
     """Yield the groups that could have room for the job.
 
     Checks the train pool and the longest iteration. If a new rollout node would not be cheaper than
-    the best placement so far, it also checks the rollout nodes. Every placement checks every group,
+    the best known placement, it also checks the rollout nodes. Every placement checks every group,
     so this is a single loop without calls.
     """
     full, switch_s = cluster.limits.max_group_jobs, cluster.limits.switch_s
@@ -133,7 +133,7 @@ def _promising(cluster: Cluster, member: Member, job: Timing, best: _Best) -> It
             continue
         bounds = group.bounds or bounds_of(group)
         if has_promise and not bounds.are_known:
-            continue  # No SLO can be promised beside a job of unknown cycle.
+            continue  # No SLO can be promised next to a job of unknown cycle.
         limit_s = (bounds.allowed_s if bounds.allowed_s < allowed_s else allowed_s) + SLACK
         if bounds.train_s + train_s + switch_s * (count + 1) > limit_s:
             continue

@@ -1,7 +1,7 @@
 """A random choice between the groups with room and new nodes, regardless of SLOs (WEAVE §6.5).
 
-A baseline. The core has no random numbers: the choice is a hash of the job's name and the number of
-groups created so far, so replaying the log repeats it.
+A baseline. The core has no random numbers: the choice is a hash of the job's name and the total
+number of groups ever created. Replaying the log therefore repeats it.
 """
 
 from __future__ import annotations
