@@ -1,12 +1,8 @@
 """nats-py's client with faster paths for the messages of an operation.
 
-Everything else (connecting, reconnecting, subscriptions, draining) is nats-py's. Measurements
-showed that the overridden methods made up most of an operation's cost. Each of them falls back to
-nats-py outside the common case. They save one pass through the event loop per message on every
-side:
+Everything else (connecting, writing, subscriptions, draining) is nats-py's. The faster paths fall
+back to nats-py outside the common case:
 
-- A message is written to the connection at once. Further messages published in the same pass of the
-  event loop are written together at its end. No flushing task is involved.
 - Messages are parsed from the received bytes without regular expressions and without copying each.
 - The answer to a request goes directly from the reading task to the waiting task, without a queue
   and a second task. Cancelling a request at the moment of its answer does not lose the
@@ -48,9 +44,6 @@ _OF_SERVER = ("$JS.", "$KV.")
 _OF_NATS_PY = ("permissions violation", "stale connection")
 """Parts of server errors that nats-py handles itself, by staying connected or reconnecting."""
 _GIVEN_UP = (None, None)
-_MAX_UNSENT_BYTES = 2 * 2**20
-"""Maximum size of the connection's buffer. Above it, publishers wait until the server reads
-more."""
 
 
 class _Reader(Parser):
@@ -135,9 +128,6 @@ class MeshClient(Client):
         self._inbox_bytes = 0
         self._inbox_sid = -1
         self._numbers = itertools.count(1)
-        self._gathered: list[bytes] = []
-        """Commands to write at the end of this pass of the event loop."""
-        self._is_gathering = False
         self.denial: ErrorInfo | None = None
         """Why the servers reject the client after it was connected; None: they do not, or it is
         unknown."""
@@ -253,52 +243,11 @@ class MeshClient(Client):
         parsed: dict[str, str] | None = await super()._process_headers(headers)
         return parsed
 
-    # --- writing --------------------------------------------------------------------------------
-
-    async def _send_publish(
-        self,
-        subject: str,
-        reply: str,
-        payload: bytes,
-        payload_size: int,
-        headers: dict[str, Any] | None,
-    ) -> None:
-        head = "" if headers is None else _head(headers)
-        writer = self._free_writer()
-        if head is None or writer is None:
-            await super()._send_publish(subject, reply, payload, payload_size, headers)
-            return
-        if head:
-            size = len(head) + payload_size
-            line = f"HPUB {subject} {reply} {len(head)} {size}\r\n{head}"
-        else:
-            line = f"PUB {subject} {reply} {payload_size}\r\n"
-        self._write(writer, b"%b%b\r\n" % (line.encode(), payload))
-
-    def _write(self, writer: asyncio.WriteTransport, command: bytes) -> None:
-        if self._is_gathering:
-            self._gathered.append(command)
-            return
-        writer.write(command)
-        self._is_gathering = True
-        asyncio.get_running_loop().call_soon(self._write_gathered)
-
-    def _write_gathered(self) -> None:
-        self._is_gathering = False
-        if not self._gathered:
-            return
-        commands, self._gathered = b"".join(self._gathered), []
-        writer = self._free_writer()
-        if writer is not None:
-            writer.write(commands)
-        else:
-            self._pending.append(commands)
-            self._pending_data_size += len(commands)
+    # --- the connection -----------------------------------------------------------------------
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
         # The answer to a ping confirms everything sent before it, but nats-py would write the ping
         # before the commands that wait for its flushing task.
-        self._write_gathered()
         if self._pending and self._transport is not None:
             self._transport.writelines(self._pending)
             self._pending, self._pending_data_size = [], 0
@@ -339,10 +288,6 @@ class MeshClient(Client):
         if tcp is not None and tcp._io_writer is not None:
             tcp._io_writer.transport.abort()
 
-    async def close(self) -> None:
-        self._write_gathered()
-        await super().close()
-
     async def _close(self, status: int, do_cbs: bool = True) -> None:
         await super()._close(status, do_cbs)
         reconnecting = self._reconnection_task
@@ -354,17 +299,6 @@ class MeshClient(Client):
         self._status = Client.CLOSED
         if self._transport is not None:
             self._transport.close()  # type: ignore[no-untyped-call]
-
-    def _free_writer(self) -> asyncio.WriteTransport | None:
-        """Return the connection if it can be written to at once, otherwise None.
-
-        It cannot if nats-py still has commands to write first, or if the buffer is full.
-        """
-        if self._pending or self._status != Client.CONNECTED:
-            return None
-        tcp: Any = self._transport
-        writer: asyncio.WriteTransport = tcp._io_writer.transport
-        return writer if writer.get_write_buffer_size() < _MAX_UNSENT_BYTES else None
 
 
 def _headers(block: bytes) -> dict[str, str]:
@@ -381,17 +315,6 @@ def _status(block: bytes) -> dict[str, str]:
     """Parse a header block that consists of a status only."""
     status, _, description = block[len(_STATUS_START) : -4].decode().partition(" ")
     return {"Status": status, "Description": description}
-
-
-def _head(headers: dict[str, Any]) -> str | None:
-    """Format the header block of a message; None: a name or value needs nats-py's own
-    formatting."""
-    # `strip` converts members of nats-py's enumeration, which format differently, to plain strings.
-    lines = [f"{name.strip()}: {value}\r\n" for name, value in headers.items()]
-    head = "".join(lines)
-    if not head.isascii() or head.count("\n") != len(lines) or head.count("\r") != len(lines):
-        return None
-    return f"{_HEADER_START.decode()}{head}\r\n"
 
 
 def _answered(message: Msg) -> Msg:
