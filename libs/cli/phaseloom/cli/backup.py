@@ -457,7 +457,7 @@ def _copy_files(manifest: Backup, source: Path, target: Path) -> None:
         place = target / file.path
         if not place.resolve().is_relative_to(target.resolve()):
             raise CallerError(
-                f"the backup has a file whose path leads outside the run: {file.path}",
+                f"a path in the backup leads outside the run: {file.path}",
                 field="directory",
                 remedy="restore a backup that `phaseloom backup` has written",
             )

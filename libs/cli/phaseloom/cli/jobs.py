@@ -269,7 +269,7 @@ def _device_seconds(status: api.JobStatus) -> str:
 
 
 def placement_lines(views: dict[str, api.JobStatus]) -> list[Text]:
-    """Return a line for each job: where it is placed and why, or its error."""
+    """Return a line for each job: its placement with the reason, or its error."""
     lines = []
     for name, status in views.items():
         if status.placement:

@@ -229,8 +229,7 @@ class MeshConfig(msgspec.Struct, frozen=True):
             raise CallerError(
                 f"nats_servers must be 1 or 3, got {self.nats_servers}",
                 field="mesh.nats_servers",
-                remedy="use 1, or 3 to survive the loss of any one; an even number survives no "
-                "more losses than one server fewer",
+                remedy="use 1, or 3 to survive the loss of any one server",
             )
 
     def _check_limits(self) -> None:
