@@ -128,7 +128,15 @@ def check_forward_backward(key: OperationKey, args: ops.ForwardBackward) -> None
     check_num_targets(args)
     check_batch(args.batch, _LOSS_ARRAYS[args.loss])
     _check_unused(args)
-    _check_clip(args)
+    check_finite(args.clip_low, "args.clip_low")
+    check_finite(args.clip_high, "args.clip_high")
+    check_finite(args.beta, "args.beta")
+    if args.clip_low > args.clip_high:
+        raise CallerError(
+            f"clip_low must be at most clip_high = {args.clip_high}, got {args.clip_low}",
+            field="args.clip_low",
+            remedy="pass bounds of the probability ratio, such as 0.8 and 1.2",
+        )
 
 
 def check_optim_step(key: OperationKey, args: ops.OptimStep) -> None:
@@ -373,18 +381,6 @@ def _check_length(values: Int32s | Float32s, expected: int, field: str) -> None:
             f"expected {expected} values, got {length(values)}",
             field=field,
             remedy="pass one value per token; for targets and weights, num_targets per token",
-        )
-
-
-def _check_clip(args: ops.ForwardBackward) -> None:
-    check_finite(args.clip_low, "args.clip_low")
-    check_finite(args.clip_high, "args.clip_high")
-    check_finite(args.beta, "args.beta")
-    if args.clip_low > args.clip_high:
-        raise CallerError(
-            f"clip_low must be at most clip_high = {args.clip_high}, got {args.clip_low}",
-            field="args.clip_low",
-            remedy="pass bounds of the probability ratio, such as 0.8 and 1.2",
         )
 
 

@@ -151,11 +151,16 @@ class Activity:
             case events.ActivationOpened():
                 observations = self._switch(time_s, event)
             case events.QueuedOperation():
-                self._queue(time_s, event)
+                if event.error is not None:
+                    self._end_dependents(event.key)
+                else:
+                    operations = self._open.setdefault(event.key.deployment_key, {})
+                    operations.setdefault(event.key, _OpenOperation(event, time_s))
             case events.OperationFinished():
                 observations = [self._finish(event)]
             case events.CancelRequested(key=key):
-                self._end_without_running(key)
+                if self._drop(key) is not None:
+                    self._end_dependents(key)
             case events.DeploymentDeleted(deployment=key):
                 self._open.pop(key, None)
                 self._ready.pop(key, None)
@@ -215,13 +220,6 @@ class Activity:
         self._incarnations[key] = event.incarnation
         self._devices[key] = (*(d for d in earlier if d[0] != event.node), *reported)
 
-    def _queue(self, time_s: float, event: events.QueuedOperation) -> None:
-        if event.error is not None:
-            self._end_dependents(event.key)
-        else:
-            operations = self._open.setdefault(event.key.deployment_key, {})
-            operations.setdefault(event.key, _OpenOperation(event, time_s))
-
     def _drop(self, key: OperationKey) -> _OpenOperation | None:
         self._ready.get(key.deployment_key, {}).pop(key, None)
         return self._open.get(key.deployment_key, {}).pop(key, None)
@@ -232,7 +230,11 @@ class Activity:
         if event.outcome is not Outcome.COMPLETED:
             self._end_dependents(key)
         if event.kind in MUTATING_KINDS and not event.replay:
-            self._end_below(key)
+            # All lower `seq` have ended. Stop at the first higher one: it drops the rest.
+            operations = self._open.get(key.deployment_key, {})
+            for lower in list(takewhile(lambda o: not _is_above(o, key), operations)):
+                if lower.seq is not None:
+                    self._drop(lower)
         ready_s = start_s if opened is None else min(opened.ready_s, start_s)
         interval = (start_s, start_s + event.duration_s)
         return Execution(
@@ -271,10 +273,6 @@ class Activity:
         self._busy[device] = merge([*busy, *fresh])[-_MAX_BUSY:]
         return total(fresh)
 
-    def _end_without_running(self, key: OperationKey) -> None:
-        if self._drop(key) is not None:
-            self._end_dependents(key)
-
     def _end_dependents(self, key: OperationKey) -> None:
         # Follow `after` transitively: an operation that did not complete ends all its dependents.
         ended = [key]
@@ -285,23 +283,14 @@ class Activity:
                 dependent
                 for operations in job_operations
                 for dependent, opened in operations.items()
-                if _comes_after(opened.operation, ended_key)
+                if any(
+                    after.deployment == ended_key.deployment and after.seq == ended_key.seq
+                    for after in opened.operation.after
+                )
             ]
             for dependent in dependents:
                 self._drop(dependent)
             ended += dependents
-
-    def _end_below(self, key: OperationKey) -> None:
-        """Drop open operations with a lower `seq` than a finished mutating operation.
-
-        A mutating operation runs only after every lower `seq` of its deployment has its outcome.
-        Operations arrive nearly in order, so the search stops at the first higher `seq`. A lower
-        one behind it is dropped when the higher one ends.
-        """
-        operations = self._open.get(key.deployment_key, {})
-        for lower in list(takewhile(lambda o: not _is_above(o, key), operations)):
-            if lower.seq is not None:
-                self._drop(lower)
 
     def _forget(self, job: JobKey) -> None:
         tables: tuple[dict[DeploymentKey, Any], ...]
@@ -352,12 +341,6 @@ class Activity:
             if opened.waits_at(now_s)
         )
         return max(0.0, min(duration_s, min(since, default=now_s) - start_s))
-
-
-def _comes_after(operation: events.QueuedOperation, key: OperationKey) -> bool:
-    return any(
-        after.deployment == key.deployment and after.seq == key.seq for after in operation.after
-    )
 
 
 def _is_above(key: OperationKey, reference: OperationKey) -> bool:

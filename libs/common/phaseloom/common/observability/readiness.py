@@ -45,7 +45,9 @@ class _Deployment:
             self.done_above.add(seq)
         # A mutating operation runs only after all lower ones, so the log must have missed some.
         if kind in MUTATING_KINDS and seq > self.done_to + 1:
-            self._catch_up(seq)
+            self.done_to = seq
+            self.done_above = {s for s in self.done_above if s > seq}
+            self.open_kinds = {s: k for s, k in self.open_kinds.items() if s > seq}
         while self.done_to + 1 in self.done_above:
             self.done_to += 1
             self.done_above.remove(self.done_to)
@@ -54,15 +56,6 @@ class _Deployment:
     def is_unblocked(self, seq: int, kind: str) -> bool:
         """Whether no earlier operation of the deployment blocks operation `seq`."""
         return seq - 1 <= (self.done_to if kind in MUTATING_KINDS else self.read_to)
-
-    def _catch_up(self, seq: int) -> None:
-        """Count every seq up to a finished mutating operation as done.
-
-        If the log starts in the middle, it may not contain them.
-        """
-        self.done_to = seq
-        self.done_above = {s for s in self.done_above if s > seq}
-        self.open_kinds = {s: k for s, k in self.open_kinds.items() if s > seq}
 
     def _advance_read_to(self) -> None:
         self.read_to = max(self.read_to, self.done_to)
@@ -94,7 +87,9 @@ class Readiness:
                 for key in [key for key in waiting if key.deployment_key == deployment]:
                     del waiting[key]
             case events.JobFinished(job=job):
-                self._forget(job)
+                self._waiting.pop(job, None)
+                for deployment in [key for key in self._deployments if key.job_key == job]:
+                    del self._deployments[deployment]
         return []
 
     def _deployment(self, key: DeploymentKey) -> _Deployment:
@@ -137,8 +132,3 @@ class Readiness:
         if key.seq is None:
             return True
         return self._deployment(key.deployment_key).is_unblocked(key.seq, operation.kind)
-
-    def _forget(self, job: JobKey) -> None:
-        self._waiting.pop(job, None)
-        for key in [k for k in self._deployments if k.job_key == job]:
-            del self._deployments[key]

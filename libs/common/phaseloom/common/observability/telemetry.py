@@ -28,7 +28,7 @@ from opentelemetry.context import Context, attach, detach
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, Sampler, TraceIdRatioBased
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Link, Span, SpanContext, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -70,8 +70,16 @@ def setup(service: str, settings: TelemetryConfig) -> Callable[[], None]:
         exporters.append(SpanFile(service, Path(settings.spans_dir)))
     if settings.otlp_endpoint:
         exporters.append(_otlp_exporter(settings.otlp_endpoint))
+    ratio = settings.sample_ratio
+    if not 0.0 <= ratio <= 1.0:
+        raise CallerError(
+            f"sample_ratio must be between 0 and 1, got {ratio}",
+            field="PHASELOOM_TELEMETRY_SAMPLE_RATIO",
+            remedy="use a number from 0 to 1",
+        )
     provider = TracerProvider(
-        sampler=_sampler(settings.sample_ratio, has_target=bool(exporters)),
+        # The service that starts a trace decides for all: it is recorded entirely or not at all.
+        sampler=ParentBased(TraceIdRatioBased(ratio) if exporters else ALWAYS_OFF),
         resource=Resource.create({"service.name": service}),
         shutdown_on_exit=False,
     )
@@ -310,17 +318,6 @@ def _otlp_exporter(endpoint: str) -> SpanExporter:
     return OTLPSpanExporter(
         endpoint=endpoint if path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
     )
-
-
-def _sampler(ratio: float, *, has_target: bool) -> Sampler:
-    if not 0.0 <= ratio <= 1.0:
-        raise CallerError(
-            f"sample_ratio must be between 0 and 1, got {ratio}",
-            field="PHASELOOM_TELEMETRY_SAMPLE_RATIO",
-            remedy="use a number from 0 to 1",
-        )
-    # The service that starts a trace decides for all: a trace is recorded entirely or not at all.
-    return ParentBased(TraceIdRatioBased(ratio) if has_target else ALWAYS_OFF)
 
 
 def _nanoseconds(unix_s: float) -> int:

@@ -94,16 +94,6 @@ def _invalid_address(address: str, reason: str, url_from: str) -> CallerError:
     )
 
 
-def _order_for(name: str, urls: list[str]) -> list[str]:
-    """Return the addresses in the order in which a client of this name tries them.
-
-    This spreads the clients over the servers, and each client starts with the same server every
-    time.
-    """
-    first = zlib.crc32(name.encode()) % len(urls)
-    return urls[first:] + urls[:first]
-
-
 @dataclass(slots=True)
 class _Errors:
     """The errors of a client's connection attempts. Each one is logged when it first appears."""
@@ -180,7 +170,9 @@ async def connect(
 
     servers = parse_addresses(url, url_from)
     url = ",".join(servers)
-    servers = _order_for(name, servers)
+    # Spread the clients over the servers. Each client always starts with the same one.
+    first = zlib.crc32(name.encode()) % len(servers)
+    servers = servers[first:] + servers[:first]
     client = MeshClient()
     has_others = len(servers) > 1
     denied = CallerError(

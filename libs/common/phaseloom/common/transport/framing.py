@@ -274,23 +274,20 @@ class Peer(Generic[Body]):
                 )
             fds = self._received_fds[: frame.num_fds]
             del self._received_fds[: frame.num_fds]
-            self._dispatch(frame, fds)
+            if frame.answer:
+                self._handle_answer(frame, fds)
+            elif len(self._tasks) >= MAX_IN_FLIGHT:
+                close_fds(fds)
+                raise _ProtocolError(f"more than {MAX_IN_FLIGHT} requests at once")
+            else:
+                task = self._loop.create_task(self._answer(frame.call, frame.body, fds))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
             if self.closed.done():
                 return
         # Descriptors arrive with the first byte of their frame, so none may be left over here.
         if not self._received and self._received_fds:
             raise _ProtocolError("file descriptors that no frame announced")
-
-    def _dispatch(self, frame: Frame[Body], fds: list[int]) -> None:
-        if frame.answer:
-            self._handle_answer(frame, fds)
-        elif len(self._tasks) >= MAX_IN_FLIGHT:
-            close_fds(fds)
-            raise _ProtocolError(f"more than {MAX_IN_FLIGHT} requests at once")
-        else:
-            task = self._loop.create_task(self._answer(frame.call, frame.body, fds))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
 
     def _handle_answer(self, frame: Frame[Body], fds: list[int]) -> None:
         future = self._pending.get(frame.call)
@@ -352,7 +349,9 @@ class Peer(Generic[Body]):
             try:
                 sent = self._sock.sendmsg([unsent.data], rights if unsent.fds else [])
             except (BlockingIOError, InterruptedError):
-                self._wait_to_write()
+                if not self._is_waiting_to_write:
+                    self._loop.add_writer(self._sock, self._flush)
+                    self._is_waiting_to_write = True
                 return
             except OSError as error:
                 self.cut(f"write failed: {error}")
@@ -367,11 +366,6 @@ class Peer(Generic[Body]):
         if self._is_waiting_to_write:
             self._loop.remove_writer(self._sock)
             self._is_waiting_to_write = False
-
-    def _wait_to_write(self) -> None:
-        if not self._is_waiting_to_write:
-            self._loop.add_writer(self._sock, self._flush)
-            self._is_waiting_to_write = True
 
 
 def listen(path: str | Path) -> socket.socket:
@@ -425,7 +419,12 @@ async def serve(
         while True:
             await slots.acquire()
             sock = await accept(listener)
-            if not _is_ours(sock):
+            ucred = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            pid, uid, _ = _CREDENTIALS.unpack(ucred)
+            if uid != os.geteuid():
+                log.warning(
+                    "disconnecting process %d of user %d: it belongs to another user", pid, uid
+                )
                 sock.close()
                 slots.release()
                 continue
@@ -442,12 +441,3 @@ async def accept(listener: socket.socket) -> socket.socket:
                 raise
         else:
             return sock
-
-
-def _is_ours(sock: socket.socket) -> bool:
-    """Whether the connected process belongs to our own user. Log it if not."""
-    ucred = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(ucred)
-    if uid != os.geteuid():
-        log.warning("disconnecting process %d of user %d: it belongs to another user", pid, uid)
-    return bool(uid == os.geteuid())

@@ -75,7 +75,13 @@ class GroupCommit(Generic[T, R]):
         try:
             async with self._turn:
                 if not self._is_complete(group):
-                    await self._wait(group)
+                    loop = asyncio.get_running_loop()
+                    group.complete = loop.create_future()
+                    timer = loop.call_later(self._max_wait_s, _complete, group.complete)
+                    try:
+                        await group.complete
+                    finally:
+                        timer.cancel()
                 # Close the group before storing it: items that arrive now belong to the next one.
                 if self._open is group:
                     self._open = None
@@ -91,15 +97,6 @@ class GroupCommit(Generic[T, R]):
 
     def _is_complete(self, group: _Group[T, R]) -> bool:
         return len(group.items) >= MAX_ITEMS or not self._is_more_coming()
-
-    async def _wait(self, group: _Group[T, R]) -> None:
-        loop = asyncio.get_running_loop()
-        group.complete = loop.create_future()
-        timer = loop.call_later(self._max_wait_s, _complete, group.complete)
-        try:
-            await group.complete
-        finally:
-            timer.cancel()
 
 
 def _complete(complete: asyncio.Future[None]) -> None:

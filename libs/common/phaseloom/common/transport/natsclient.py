@@ -192,7 +192,11 @@ class MeshClient(Client):
                     with the connection.
         """
         if not self._inbox:
-            await self._open_inbox()
+            inbox = f"{self.new_inbox()}."
+            subscribing = self.subscribe(f"{inbox}*")
+            # Set before the first await, so that two concurrent first requests share the inbox.
+            self._inbox, self._inbox_bytes = inbox, len(inbox)
+            self._inbox_sid = (await subscribing)._id
         loop = asyncio.get_running_loop()
         token = str(next(self._numbers))
         answer: asyncio.Future[Msg] = loop.create_future()
@@ -207,13 +211,6 @@ class MeshClient(Client):
             timer.cancel()
             self._of_server.discard(answer)
             del self._answers[token.encode()]
-
-    async def _open_inbox(self) -> None:
-        inbox = f"{self.new_inbox()}."
-        subscribing = self.subscribe(f"{inbox}*")
-        # Set before the first await, so that two concurrent first requests share the inbox.
-        self._inbox, self._inbox_bytes = inbox, len(inbox)
-        self._inbox_sid = (await subscribing)._id
 
     async def _process_msg(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
@@ -235,7 +232,9 @@ class MeshClient(Client):
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:
             if headers.startswith(_HEADER_START):
-                return _headers(headers)
+                lines = headers[len(_HEADER_START) : -4].decode().split("\r\n")
+                pairs = [line.split(": ", 1) for line in lines]
+                return {name: value.strip() for name, value in pairs}
             if headers.startswith(_STATUS_START) and headers.count(b"\r\n") == _STATUS_LINES:
                 return _status(headers)
         except ValueError:
@@ -299,16 +298,6 @@ class MeshClient(Client):
         self._status = Client.CLOSED
         if self._transport is not None:
             self._transport.close()  # type: ignore[no-untyped-call]
-
-
-def _headers(block: bytes) -> dict[str, str]:
-    """Parse a header block without a status.
-
-    Raises: ValueError: a line does not have the form `Name: value`.
-    """
-    lines = block[len(_HEADER_START) : -4].decode().split("\r\n")
-    pairs = [line.split(": ", 1) for line in lines]
-    return {name: value.strip() for name, value in pairs}
 
 
 def _status(block: bytes) -> dict[str, str]:

@@ -285,7 +285,11 @@ class EmbeddedEnsemble:
         """
         assert not self.members, "already started"
         self._directory.mkdir(parents=True, exist_ok=True)
-        secret, ports = secrets.token_urlsafe(24), _free_ports(MEMBERS)
+        secret = secrets.token_urlsafe(24)
+        with ExitStack() as stack:
+            # Keep all listeners open until the last port is chosen, so that the ports differ.
+            sockets = [stack.enter_context(create_server(("127.0.0.1", 0))) for _ in MEMBERS]
+            ports = {m: int(s.getsockname()[1]) for m, s in zip(MEMBERS, sockets, strict=True)}
         for name, url in self._urls.items():
             directory = self._directory / name
             directory.mkdir(exist_ok=True)
@@ -332,14 +336,6 @@ class EmbeddedEnsemble:
             "ping_interval": _PEER_PING_S,
             "ping_max": _PEER_PINGS,
         }
-
-
-def _free_ports(names: Sequence[str]) -> dict[str, int]:
-    """Choose an unused port of this machine for each name."""
-    with ExitStack() as stack:
-        # Keep all listeners open until the last port is chosen, so that the ports differ.
-        listeners = {name: stack.enter_context(create_server(("127.0.0.1", 0))) for name in names}
-        return {name: int(listener.getsockname()[1]) for name, listener in listeners.items()}
 
 
 def _passwords(earlier: Credentials | None, tenants: Sequence[str]) -> tuple[str, dict[str, str]]:

@@ -58,26 +58,20 @@ async def until_done(
                 return await call()
         except (ResourceError, TimeoutError, NatsTimeoutError, NatsError) as error:
             # Without `report_full`, a full stream is an ordinary refusal.
-            is_full = report_full is not None and _is_full(error)
+            is_full = report_full is not None and (
+                isinstance(error, ResourceError) and error.info.code is Code.RESOURCE_EXHAUSTED
+            )
             if not (is_full or _is_away(error)):
                 raise
             reason = repr(error)
             if is_full and is_new and report_full is not None:
-                await _report(report_full, reason)
+                try:
+                    await report_full(reason)
+                except NatsError as notice_error:
+                    log.warning("cannot publish the notice: %r", notice_error)
         log.log(logging.WARNING if is_new else logging.DEBUG, "%s: %s; trying again", label, reason)
         is_new = False
         await asyncio.sleep(_PAUSE_S)
-
-
-async def _report(report_full: Callable[[str], Awaitable[None]], reason: str) -> None:
-    try:
-        await report_full(reason)
-    except NatsError as error:
-        log.warning("cannot publish the notice: %r", error)
-
-
-def _is_full(error: Exception) -> bool:
-    return isinstance(error, ResourceError) and error.info.code is Code.RESOURCE_EXHAUSTED
 
 
 def _is_away(error: Exception) -> bool:

@@ -176,7 +176,10 @@ async def _called(
     headers = message.headers or {}
     content_type = content_type_of(headers)
     if ERROR_CODE_HEADER in headers:
-        raise to_exception(_error_of(message, content_type, headers))
+        if message.data:
+            error: ApiError = decode(message.data, ApiError, content_type)
+            raise to_exception(error.error)
+        raise to_exception(ErrorInfo(Code.INTERNAL, headers.get(ERROR_HEADER, "the call failed")))
     decoded: T = decode(message.data, answer, content_type)
     return decoded
 
@@ -265,13 +268,6 @@ async def answer_requests(
         finally:
             with suppress(nats.errors.Error):  # a closing connection ends the subscription itself
                 await subscription.unsubscribe()
-
-
-def _error_of(message: Msg, content_type: str, headers: Mapping[str, str]) -> ErrorInfo:
-    if message.data:
-        error: ApiError = decode(message.data, ApiError, content_type)
-        return error.error
-    return ErrorInfo(Code.INTERNAL, headers.get(ERROR_HEADER, "the call failed"))
 
 
 def pub_ack(message: Msg) -> dict[str, Any]:
