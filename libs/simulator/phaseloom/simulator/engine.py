@@ -89,7 +89,10 @@ class Engine:
         now_s = self._agenda.now_s
         self.num_events += 1
         if self._times_steps or isinstance(event, events.JobSubmitted | events.JobFinished):
-            outputs = self._timed_step(now_s, event)
+            num_jobs = self._meter.num_active
+            started_s = time.thread_time()
+            outputs = self.core.step(self.num_events, now_s, event)
+            self._meter.stepped(event, num_jobs, time.thread_time() - started_s)
         else:
             outputs = self.core.step(self.num_events, now_s, event)
         if self._records:
@@ -101,21 +104,11 @@ class Engine:
                 case SetTimer(timer, due_s):
                     heapq.heappush(self._timers, (due_s, timer))
                 case ComputeReplan():
-                    self._compute(output)
+                    self._agenda.after(self._replan_s, self.append, repack.compute(output))
                 case _:
                     perform(output)
         if self._after_step is not None:
             self._after_step(self.core)
-
-    def _timed_step(self, now_s: float, event: events.Event) -> list[Output]:
-        num_jobs = self._meter.num_active
-        started_s = time.thread_time()
-        outputs = self.core.step(self.num_events, now_s, event)
-        self._meter.stepped(event, num_jobs, time.thread_time() - started_s)
-        return outputs
-
-    def _compute(self, request: ComputeReplan) -> None:
-        self._agenda.after(self._replan_s, self.append, repack.compute(request))
 
     def run(self, world: Surroundings, config: SchedulerConfig, until_s: float = NEVER_S) -> None:
         """Run until every job has ended and the nodes have carried out all commands."""
@@ -131,20 +124,17 @@ class Engine:
                     return
                 agenda.run_next()
             else:
-                self._fire_timer()
+                due_s, timer = heapq.heappop(self._timers)
+                due_by_timer = self.core.state.timers
+                if due_by_timer.get(timer) == due_s:
+                    self._agenda.advance(due_s)
+                    self.append(events.TimerFired(timer))
+                elif len(self._timers) > 2 * len(due_by_timer) + STALE_TIMERS:
+                    self._timers = [(due_s, name) for name, due_s in due_by_timer.items()]
+                    heapq.heapify(self._timers)
 
     def _next_timer_s(self) -> float:
         return self._timers[0][0] if self._timers else NEVER_S
-
-    def _fire_timer(self) -> None:
-        due_s, timer = heapq.heappop(self._timers)
-        due_by_timer = self.core.state.timers
-        if due_by_timer.get(timer) == due_s:
-            self._agenda.advance(due_s)
-            self.append(events.TimerFired(timer))
-        elif len(self._timers) > 2 * len(due_by_timer) + STALE_TIMERS:
-            self._timers = [(due_s, name) for name, due_s in due_by_timer.items()]
-            heapq.heapify(self._timers)
 
 
 def simulate(

@@ -11,7 +11,7 @@ from statistics import fmean
 
 import msgspec
 
-from phaseloom.simulator.metering import JobMeter, Meter, NodeMeter, Span
+from phaseloom.simulator.metering import JobMeter, Meter, Span
 
 _HOUR_S = 3600.0
 _ROUNDING = 1e-9
@@ -159,7 +159,9 @@ class Result(msgspec.Struct, frozen=True):
 def summarise(meter: Meter, now_s: float, num_events: int) -> Result:
     """Return the result of a simulation. Args: now_s: when the simulation was stopped."""
     for node in meter.nodes.values():
-        _close(node, now_s)
+        if node.pinned:
+            node.held_s += now_s - node.held_since_s
+            node.held_since_s = now_s
     jobs = [_job(job) for job in meter.jobs.values()]
     start_s = min((job.submitted_s for job in jobs if job.submitted_s >= 0), default=0.0)
     end_s = max((job.ended_s for job in jobs), default=now_s)
@@ -182,12 +184,6 @@ def summarise(meter: Meter, now_s: float, num_events: int) -> Result:
         notices=meter.notices,
         spans=meter.spans or [],
     )
-
-
-def _close(node: NodeMeter, now_s: float) -> None:
-    if node.pinned:
-        node.held_s += now_s - node.held_since_s
-        node.held_since_s = now_s
 
 
 def _pool(meter: Meter, pool: str) -> PoolResult:

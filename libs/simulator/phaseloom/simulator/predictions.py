@@ -118,17 +118,13 @@ def predictions(entries: Iterable[Entry]) -> list[Prediction]:
                 if wait_s >= 0.0 and not part.replay:
                     results.append(Prediction(str(part.key), part.kind, wait_s, waited_s))
         core.step(sequence, time_s, event)
-        _predict(Step(core.state, sequence, core.state.now_s), predicted)
+        step = Step(core.state, sequence, core.state.now_s)
+        for deployment in step.state.deployments.values():
+            for op in ready.operations(step, deployment):
+                if op.key not in predicted:
+                    _, start_s = explain.queue_position(step, deployment, op)
+                    predicted[op.key] = step.now_s, start_s
     return results
-
-
-def _predict(step: Step, predicted: dict[OperationKey, tuple[float, float]]) -> None:
-    """Add a prediction for each operation that has become ready."""
-    for deployment in step.state.deployments.values():
-        for op in ready.operations(step, deployment):
-            if op.key not in predicted:
-                _, start_s = explain.queue_position(step, deployment, op)
-                predicted[op.key] = step.now_s, start_s
 
 
 def accuracy(starts: Iterable[Prediction]) -> PredictedStarts:

@@ -235,7 +235,10 @@ class _Devices:
             case SendCommand(commands.OpenActivation() as command):
                 self._open(command)
             case SendCommand(commands.Permit() as command):
-                self._permit(command)
+                key = command.operation.deployment_key
+                self._set_units(key, command.id, command.units)
+                begins_s = self._agenda.now_s + self._command_s
+                self._agenda.at(max(begins_s, self._open_s.get(key, 0.0)), self._run, command)
             case SendCommand(commands.AdjustClaims() as command):
                 self._agenda.after(self._command_s, self._adjust, command)
             case SendCommand(commands.SealState() as command):
@@ -265,12 +268,6 @@ class _Devices:
             is_speculative=command.is_speculative,
         )
         self._agenda.at(self._open_s[key] + self._outcome_s, self._append, opened)
-
-    def _permit(self, permit: commands.Permit) -> None:
-        key = permit.operation.deployment_key
-        self._set_units(key, permit.id, permit.units)
-        begins_s = self._agenda.now_s + self._command_s
-        self._agenda.at(max(begins_s, self._open_s.get(key, 0.0)), self._run, permit)
 
     def _run(self, permit: commands.Permit) -> None:
         key = permit.operation.deployment_key

@@ -128,27 +128,20 @@ class World:
                 controller.on_view(status)
                 self._num_open -= controller.has_ended and not had_ended
             case outputs.Answer(request) if request.startswith("submit/"):
-                self._answer(output)
+                tenant, name = request.split("/")[1].split(".")
+                controller = self._controllers[tenant, name]
+                had_ended = controller.has_ended
+                controller.on_answer(output.status, output.error)
+                self._num_open -= controller.has_ended and not had_ended
             case outputs.WriteCompletion(key):
-                self._report_unrun(key)
+                if key not in self._nodes.completed:
+                    self._controller(key).on_lost()
             case outputs.SettleCompletion():
                 self._agenda.after(0.0, self._settle, output)
             case outputs.PublishNotice(kind):
                 self._meter.notices[kind] = self._meter.notices.get(kind, 0) + 1
             case _:
                 pass
-
-    def _answer(self, answer: outputs.Answer) -> None:
-        tenant, name = answer.request.split("/")[1].split(".")
-        controller = self._controllers[tenant, name]
-        had_ended = controller.has_ended
-        controller.on_answer(answer.status, answer.error)
-        self._num_open -= controller.has_ended and not had_ended
-
-    def _report_unrun(self, key: OperationKey) -> None:
-        """Report an operation that ended without running to its controller."""
-        if key not in self._nodes.completed:
-            self._controller(key).on_lost()
 
     def _settle(self, output: outputs.SettleCompletion) -> None:
         """Settle an operation by its stored outcome, or else by the given one."""
