@@ -137,7 +137,10 @@ class Wpgs:
                 wpg.abandon()
                 await self._report_lost(key, command.incarnation, error.info)
                 return
-            if self._is_being_stopped(command):
+            if any(
+                stop.deployment == command.deployment and stop.incarnation >= command.incarnation
+                for stop in self._open_stops
+            ):
                 # If the ranks started, they could wait forever for ranks on other nodes.
                 wpg.abandon()
                 return
@@ -199,12 +202,6 @@ class Wpgs:
             num_ranks=wpg.num_ranks,
         )
         wpg.open_store()
-
-    def _is_being_stopped(self, command: StartWpg) -> bool:
-        return any(
-            stop.deployment == command.deployment and stop.incarnation >= command.incarnation
-            for stop in self._open_stops
-        )
 
     async def _end(self, command: StopWpg) -> None:
         wpg = self.by_deployment.get(command.deployment)

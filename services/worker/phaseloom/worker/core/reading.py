@@ -91,7 +91,17 @@ def plan_node_fetches(manifest: VersionParts, reader: Reader) -> FetchPlan:
             whole_parts[names[part]] = part_fetches
             continue
         for fetch in part_fetches:
-            slices.append(_slice(fetch, names[part], reader.tensors[fetch.name].dtype, end))
+            slices.append(
+                Slice(
+                    part=names[part],
+                    name=fetch.name,
+                    dtype=reader.tensors[fetch.name].dtype,
+                    start=list(fetch.start),
+                    size=list(fetch.size),
+                    offset=end,
+                    num_bytes=fetch.num_bytes,
+                )
+            )
             sliced.append(fetch)
             end += -(-fetch.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     return FetchPlan(whole_parts, slices, sliced)
@@ -172,18 +182,6 @@ def _runs(
 
 def _heap(reader: Reader) -> dict[str, TensorSlot]:
     return {slot.name: slot for slot in reader.slots}
-
-
-def _slice(fetch: SliceFetch, part: str, dtype: str, offset: int) -> Slice:
-    return Slice(
-        part=part,
-        name=fetch.name,
-        dtype=dtype,
-        start=list(fetch.start),
-        size=list(fetch.size),
-        offset=offset,
-        num_bytes=fetch.num_bytes,
-    )
 
 
 def _check_same_model(table: Sequence[TensorSlot], reader: Reader) -> None:

@@ -257,7 +257,14 @@ class LibCuda:
         self._call("cuDevicePrimaryCtxRetain", byref(context), self._ordinal)
         self._context = context
         self.can_share = bool(self._attribute(_HAS_DESCRIPTORS))
-        self.granularity_bytes = self._granularity()
+        granularity = c_size_t()
+        self._call_in_context(
+            "cuMemGetAllocationGranularity",
+            byref(granularity),
+            byref(self._properties()),
+            _MINIMUM_GRANULARITY,
+        )
+        self.granularity_bytes = granularity.value
         self.can_share = self.can_share and self._exports()
 
     def reserve(self, num_bytes: int) -> int:
@@ -364,16 +371,6 @@ class LibCuda:
         finally:
             before = c_void_p()
             self._call("cuCtxPopCurrent_v2", byref(before))
-
-    def _granularity(self) -> int:
-        granularity = c_size_t()
-        self._call_in_context(
-            "cuMemGetAllocationGranularity",
-            byref(granularity),
-            byref(self._properties()),
-            _MINIMUM_GRANULARITY,
-        )
-        return granularity.value
 
     def _exports(self) -> bool:
         """Try whether memory can be exported, because a sandbox may forbid what the device

@@ -49,7 +49,9 @@ class ComputeShare:
         self._num_units = num_units
         self._set_threads = set_threads
         self._on_interval = on_interval
-        self._cores = _cores_of(device, num_units)
+        # If the machine has too few cores for its devices, several units share one.
+        cores = sorted(os.sched_getaffinity(0))
+        self._cores = [cores[(device * num_units + unit) % len(cores)] for unit in range(num_units)]
         self._lock = threading.Lock()
         self._requested: tuple[int, ...] = tuple(range(num_units))
         self._newest = _NEVER
@@ -136,15 +138,6 @@ def whole_device() -> ComputeShare:
 def _complete(waiting: asyncio.Future[None]) -> None:
     if not waiting.done():
         waiting.set_result(None)
-
-
-def _cores_of(device: int, num_units: int) -> list[int]:
-    """The core of each unit of a device, among the cores that this process may use.
-
-    If the machine has fewer cores than its devices need together, several units share a core.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    return [cores[(device * num_units + unit) % len(cores)] for unit in range(num_units)]
 
 
 def _pin(cores: set[int]) -> None:

@@ -215,7 +215,9 @@ class Leader:
         batch: _PermitBatch,
     ) -> None:
         done = decoded(stored)
-        if done is not None and not _must_run_again(permit, done):
+        if done is not None and not (
+            permit.replay and (done.outcome is Outcome.COMPLETED or permit.partial)
+        ):
             await self._outcomes.log_end(permit, done, parent)
             return
         self._check_order(permit)
@@ -435,12 +437,6 @@ class Leader:
             batch.on_devices.remove(operation)
             if batch.has_saves and not batch.on_devices:
                 await self.ranks.agent.call(DevicesFreed(batch.first))
-
-
-def _must_run_again(permit: Permit, done: Completion) -> bool:
-    """Whether a rebuild must run a finished operation again: it took effect or dropped
-    gradients."""
-    return permit.replay and (done.outcome is Outcome.COMPLETED or permit.partial)
 
 
 def _error_info(permit: Permit, error: BaseException) -> ErrorInfo:

@@ -111,7 +111,9 @@ class WeightsReader:
                     "send the operation to a deployment whose backend supports named weights"
                 )
             if named.checkpoint:
-                return await self._whole_checkpoint(named)
+                source = self._source(named)
+                async with self._lock(f"{source}/{named.checkpoint}"):
+                    return await self._whole_from_files(named.checkpoint, source)
             assert permit is not None
             return await self._whole_version(permit)
         except CallerError as error:
@@ -139,11 +141,6 @@ class WeightsReader:
                 version = self._register_whole(name, fetched.pieces, saved)
         assert isinstance(version, WholeVersion)
         return version
-
-    async def _whole_checkpoint(self, named: NamedWeights) -> WholeVersion:
-        source = self._source(named)
-        async with self._lock(f"{source}/{named.checkpoint}"):
-            return await self._whole_from_files(named.checkpoint, source)
 
     async def _whole_from_files(self, checkpoint: str, source: str) -> WholeVersion:
         """Return the checkpoint's current weights, shared with another operation or read from its

@@ -21,7 +21,7 @@ from phaseloom.common.contract.errors import (
     ResourceError,
     to_exception,
 )
-from phaseloom.common.contract.ids import DeploymentKey, OperationKey, VersionKey
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.operations import (
     DeleteCheckpoint,
     DeleteCheckpointResult,
@@ -203,7 +203,14 @@ class StateOperations:
         config = json.dumps(self.executor.backend.config, indent=2, sort_keys=True)
         try:
             if args.overwrite:
-                await self._check_replaceable(call.key, args.name)
+                # The job may fall back to this checkpoint and the blob that its controller saved.
+                last = await self._last_checkpoint()
+                is_own = last is not None and (last.deployment, str(last.seq)) == (
+                    call.key.deployment,
+                    call.key.slot,
+                )
+                if not is_own and args.name in await self._needed():
+                    raise needed_error(args.name)
             await self._on_all_nodes(
                 self.state.take_snapshot(
                     operation, args.name, self.executor.applied, overwrite=args.overwrite
@@ -233,18 +240,6 @@ class StateOperations:
         if args.controller_blob:
             result = replace(result, checkpoints=await self._put_checkpoint(permit, args))
         return result
-
-    async def _check_replaceable(self, key: OperationKey, name: str) -> None:
-        """Check that a checkpoint may be replaced.
-
-        Raises: CallerError: FAILED_PRECONDITION: the job may fall back to it, and to the blob that
-                 its
-                controller saved with it.
-        """
-        last = await self._last_checkpoint()
-        is_own = last is not None and (last.deployment, str(last.seq)) == (key.deployment, key.slot)
-        if not is_own and name in await self._needed():
-            raise needed_error(name)
 
     async def prune(self, args: SaveState) -> None:
         """Remove old checkpoints that the job no longer needs. Failures are only logged."""

@@ -101,7 +101,10 @@ class PartsReader:
         manifest = decode_manifest(opened.memory, version)
         if manifest.tensors != self.model:
             raise other_model_error("its tensors differ")
-        plan = self._plan(manifest)
+        key = tuple(part.table for part in manifest.parts)
+        if key not in self._planned:
+            self._planned = {key: _PartsPlan.of(manifest, self.reader)}
+        plan = self._planned[key]
         parts_by_name = {part.part: part for part in manifest.parts}
         sources = {entry.part: entry.endpoints for entry in opened.described.sources}
         # The location of copies of local parts is unknown. If a local part is corrupt, all sources
@@ -128,12 +131,6 @@ class PartsReader:
             )
             pieces.append((memory, plan.of_slices))
         return FetchedVersion(version, opened.described.digest, pieces, is_whole=False)
-
-    def _plan(self, manifest: VersionParts) -> _PartsPlan:
-        key = tuple(part.table for part in manifest.parts)
-        if key not in self._planned:
-            self._planned = {key: _PartsPlan.of(manifest, self.reader)}
-        return self._planned[key]
 
     async def _open_part(
         self, version: VersionKey, part: VersionPart, sources: list[str], request: VersionRequest

@@ -119,17 +119,14 @@ class MappedVersions:
             close_fds(fds)
         self._mappings[identity] = mapping
         self._keys[mapping] = key
-        self._close(self._of_older_versions())
-        return mapping
-
-    def _of_older_versions(self) -> list[tuple[int, int, bool]]:
         recent: set[VersionKey] = set()
         older = []
-        for identity, mapping in reversed(self._mappings.items()):
-            recent.add(self._keys[mapping].whole)
+        for old_identity, old_mapping in reversed(self._mappings.items()):
+            recent.add(self._keys[old_mapping].whole)
             if len(recent) > _MAX_MAPPED_VERSIONS:
-                older.append(identity)
-        return older
+                older.append(old_identity)
+        self._close(older)
+        return mapping
 
     def unmap_unused(self) -> list[VersionKey]:
         """Unmap the unreferenced extents and return the versions whose mappings remain."""

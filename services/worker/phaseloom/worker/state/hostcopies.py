@@ -135,22 +135,19 @@ class HeapCopier:
                 if self.host_bytes:
                     copy(self.host_memory, staged.buffer[host_start(heap.num_bytes) :])
             else:
-                digest = self._replace(heap, staged.buffer, order.digest)
+                digest = devicememory.copy_in(staged.buffer, heap)
+                if digest != order.digest:
+                    raise ResourceError(
+                        f"staged state has digest {digest}, expected {order.digest}",
+                        code=Code.DATA_LOSS,
+                    )
+                if self.host_bytes:
+                    copy(staged.buffer[host_start(heap.num_bytes) :], self.host_memory)
+                self._on_loaded()
             num_resident = devicememory.resident_bytes(heap)
             return Copied(digest, self.applied(), num_resident, time.monotonic() - started)
         finally:
             staged.close()
-
-    def _replace(self, heap: DeviceMemory, source: memoryview, expected: str) -> str:
-        digest = devicememory.copy_in(source, heap)
-        if digest != expected:
-            raise ResourceError(
-                f"staged state has digest {digest}, expected {expected}", code=Code.DATA_LOSS
-            )
-        if self.host_bytes:
-            copy(source[host_start(heap.num_bytes) :], self.host_memory)
-        self._on_loaded()
-        return digest
 
     def _copy_in_frozen(self, heap: DeviceMemory, order: CopyIn, fds: list[int]) -> Copied:
         """Load a frozen heap from the extent that came with the order.
