@@ -235,14 +235,11 @@ class Router:
             await self._route(message)
         except (PhaseloomError, *_BUS_ERRORS) as error:
             log.warning("%s will be delivered again: %r", message.subject, error)
-            await self._put_back(message)
-
-    async def _put_back(self, message: Msg) -> None:
-        try:
-            await message.nak(delay=_RETRY_DELAY_S)
-        except _BUS_ERRORS as error:
-            # The message stays unacknowledged, so it is delivered again after `_ACK_WAIT_S`.
-            log.warning("could not return %s to the stream: %r", message.subject, error)
+            try:
+                await message.nak(delay=_RETRY_DELAY_S)
+            except _BUS_ERRORS as nak_error:
+                # The message stays unacknowledged, so it is delivered again after `_ACK_WAIT_S`.
+                log.warning("could not return %s to the stream: %r", message.subject, nak_error)
 
     async def _route(self, message: Msg) -> None:
         try:
@@ -258,7 +255,12 @@ class Router:
             if message.metadata.num_delivered > 1 and await self._is_logged(key, message):
                 log.info("%s is in the decision log already", key)
             elif key.seq is None and await self._is_done(key):
-                await self._drop(key)
+                # The scheduler has forgotten the completed operation and would run this copy again.
+                reason = "a copy of a completed operation"
+                await self._bus.notice(SOURCE, "dropped", reason, str(key))
+                await self._bus.stored.delete(
+                    streams.ops_stream(key.tenant), streams.op_subject(key)
+                )
             else:
                 start_s = time.perf_counter()
                 header = await self._header(key, message)
@@ -311,15 +313,6 @@ class Router:
                 [entry.header for entry in queued], traceparents if any(traceparents) else []
             )
         )
-
-    async def _drop(self, key: OperationKey) -> None:
-        """Delete a late copy of an unordered reading operation that has completed.
-
-        The scheduler forgets such an operation when it is done, so it would run the copy again.
-        """
-        reason = "a copy of a completed operation"
-        await self._bus.notice(SOURCE, "dropped", reason, str(key))
-        await self._bus.stored.delete(streams.ops_stream(key.tenant), streams.op_subject(key))
 
     async def _dead_letter(self, message: Msg, error: CallerError) -> None:
         log.warning("moved %s to the dead letters: %s", message.subject, error)

@@ -83,7 +83,10 @@ def attach_status(
             msgspec.structs.replace(deployment, next_seq=next_seq, open_operations=waiting)
         )
         if deployment.name not in numbered:
-            fillers += [_filler(job, deployment.name, seq) for seq in holes]
+            keys = [OperationKey(job.tenant, job.job, deployment.name, str(seq)) for seq in holes]
+            fillers += [
+                QueuedOperation(key, id="", kind="", error=_NEVER_PUBLISHED) for key in keys
+            ]
     return msgspec.structs.replace(status, deployments=deployments), fillers
 
 
@@ -96,8 +99,3 @@ def _close(next_seq: int, seqs: set[int]) -> tuple[int, list[int]]:
         holes += range(next_seq, seq)
         next_seq = seq + 1
     return next_seq, holes
-
-
-def _filler(job: JobKey, deployment: str, seq: int) -> QueuedOperation:
-    key = OperationKey(job.tenant, job.job, deployment, str(seq))
-    return QueuedOperation(key=key, id="", kind="", error=_NEVER_PUBLISHED)
