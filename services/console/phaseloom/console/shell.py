@@ -21,7 +21,7 @@ from phaseloom.common.contract.events import PhaseTrace
 from phaseloom.common.contract.ids import JobKey, OperationKey
 from phaseloom.common.contract.state_agent import StatusReport
 from phaseloom.common.contract.streams import Bucket
-from phaseloom.common.observability.spans import SpanRow, describe_location, spans_of, waterfall
+from phaseloom.common.observability.spans import describe_location, spans_of, waterfall
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.keys import KeyChange
 from phaseloom.common.transport.leases import nodes_up
@@ -113,15 +113,16 @@ class Shell:
         if self._spans is None:
             return []
         spans = await asyncio.to_thread(spans_of, str(operation), self._spans, _SPAN_BYTES)
-        return [self._leg(row) for row in waterfall(spans, str(operation))]
-
-    def _leg(self, row: SpanRow) -> Leg:
-        span = row.span
-        begin, end = (
-            round((ns / 1e9 - self.view.origin_s) / TICK_S)
-            for ns in (span.start_unix_ns, span.end_unix_ns)
-        )
-        return Leg(span.name, describe_location(span), begin, end, row.depth, span.error or "")
+        legs = []
+        for row in waterfall(spans, str(operation)):
+            span = row.span
+            begin, end = (
+                round((ns / 1e9 - self.view.origin_s) / TICK_S)
+                for ns in (span.start_unix_ns, span.end_unix_ns)
+            )
+            where, error = describe_location(span), span.error or ""
+            legs.append(Leg(span.name, where, begin, end, row.depth, error))
+        return legs
 
     async def _report(self, node: str) -> StatusReport | str:
         try:

@@ -9,7 +9,7 @@ since an earlier update; a tenant sees only its own rows. The shell feeds the vi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TypeVar
@@ -21,7 +21,6 @@ from phaseloom.common.contract.api import JobReport, JobStatus
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, JobKey
 from phaseloom.common.contract.operations import Outcome
-from phaseloom.common.contract.specs import Segment
 from phaseloom.common.observability.activity import Activity, Device, Execution, Switch
 from phaseloom.console.core import wire
 from phaseloom.console.core.decisions import decision_of, moves_of
@@ -407,14 +406,11 @@ def _job_row(
         cycle.period_s if cycle else 0.0,
         cycle.worst_period_s if cycle else 0.0,
         cycle.drift if cycle else 0.0,
-        _segments(cycle.segments if cycle else []),
+        [
+            wire.SegmentRow(segment.pool, segment.offset_s, segment.duration_s)
+            for segment in (cycle.segments if cycle else [])
+        ],
     )
-
-
-def _segments(segments: Sequence[Segment]) -> list[wire.SegmentRow]:
-    return [
-        wire.SegmentRow(segment.pool, segment.offset_s, segment.duration_s) for segment in segments
-    ]
 
 
 def _problem(error: ErrorInfo | None) -> wire.ProblemRow | None:
