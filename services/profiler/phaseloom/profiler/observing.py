@@ -80,7 +80,11 @@ class Metrics:
               is_new: whether to count the entry. False if it is older than this process.
         """
         self._sequence = entry.sequence
-        self._update_period(entry.event)
+        match entry.event:
+            case PhaseTrace(job=job, period_s=period_s) if period_s:
+                self._periods[job] = period_s
+            case PhaseTrace(job=job) | JobFinished(job=job):
+                self._periods.pop(job, None)
         observations = self._activity.step(entry.time_s, entry.event, ready)
         if not is_new:
             return
@@ -94,13 +98,6 @@ class Metrics:
 
     async def _refresh(self) -> None:
         self._log_end = await self._bus.log.end()
-
-    def _update_period(self, event: Event) -> None:
-        match event:
-            case PhaseTrace(job=job, period_s=period_s) if period_s:
-                self._periods[job] = period_s
-            case PhaseTrace(job=job) | JobFinished(job=job):
-                self._periods.pop(job, None)
 
     def _count_execution(self, ran: Execution) -> None:
         add = self._totals.add

@@ -79,8 +79,9 @@ def find_cycle(spans: Sequence[Span]) -> Cycle | None:
     items = merge_runs(ordered)
     for anchor in anchors(items):
         turns = _turns(anchor, items)
-        usual = _usual_items(turns)
-        if usual is not None:
+        usual, similar = _vote(turns)
+        is_certain = len(similar) >= MIN_CYCLES and 2 * len(similar) >= len(turns)
+        if is_certain and _coverage(turns, usual) >= MIN_COVERAGE:
             return _cycle(_turns(_first(turns, usual), items), ordered)
     return None
 
@@ -99,13 +100,6 @@ def _vote(turns: Sequence[Sequence[Span]]) -> tuple[frozenset[Item], list[Sequen
     """Return the most common set of items in a turn, and the turns that have exactly this set."""
     usual = Counter(_items(turn) for turn in turns).most_common(1)[0][0]
     return usual, [turn for turn in turns if _items(turn) == usual]
-
-
-def _usual_items(turns: Sequence[Sequence[Span]]) -> frozenset[Item] | None:
-    """Return the items of a usual turn, or None if these stretches are not turns."""
-    usual, similar = _vote(turns)
-    is_certain = len(similar) >= MIN_CYCLES and 2 * len(similar) >= len(turns)
-    return usual if is_certain and _coverage(turns, usual) >= MIN_COVERAGE else None
 
 
 def _first(turns: Sequence[Sequence[Span]], usual: frozenset[Item]) -> Item:
@@ -131,10 +125,14 @@ def _cycle(turns: Sequence[Sequence[Span]], operations: Sequence[Span]) -> Cycle
         return None
     edges = [(turn[0].start_s, turn[-1].start_s) for turn in similar]
     period_s = median(end - start for start, end in edges)
+    starts_s = {item: [s.start_s for s in operations if s.item == item] for item in usual}
     return Cycle(
         period_s,
         usual_segments([segments_of(turn[:-1], period_s) for turn in similar]),
-        _usual_counts(operations, edges, usual),
+        {
+            item: median(bisect_left(starts, b) - bisect_left(starts, a) for a, b in edges)
+            for item, starts in starts_s.items()
+        },
         len(turns),
     )
 
@@ -146,16 +144,6 @@ def _coverage(turns: Sequence[Sequence[Span]], usual: frozenset[Item]) -> float:
         for span in turn[:-1]:
             spent_s[span.item in usual] += span.end_s - span.start_s  # type: ignore[assignment]
     return spent_s[True] / (spent_s.total() or 1.0)
-
-
-def _usual_counts(
-    operations: Sequence[Span], edges: Sequence[Interval], usual: frozenset[Item]
-) -> dict[Item, float]:
-    starts_s = {item: [s.start_s for s in operations if s.item == item] for item in usual}
-    return {
-        item: median(bisect_left(starts, end) - bisect_left(starts, start) for start, end in edges)
-        for item, starts in starts_s.items()
-    }
 
 
 def merge_runs(spans: Sequence[Span]) -> list[Span]:

@@ -182,7 +182,8 @@ class Profiler:
             case OperationFinished() if not event.replay:
                 self._finish(sequence, time_s, event)
             case WpgStarted() | ActivationOpened():
-                self._locate(event.deployment, event.node)
+                if event.node in self._node_pools:
+                    self._pools.setdefault(event.deployment, self._node_pools[event.node])
             case NodeUp():
                 self._node_pools[event.node] = event.pool
             case JobSubmitted(job=job):
@@ -192,14 +193,13 @@ class Profiler:
             case DeploymentCreated(job=job, spec=spec):
                 self._pools[DeploymentKey(job.tenant, job.job, spec.name)] = spec.pool
             case JobFinished(job=job):
-                self._forget(job)
+                self._finished.add(job)
+                self._jobs.pop(job, None)
+                self._agenda.discard(job)
+                for deployment in [d for d in self._pools if d.job_key == job]:
+                    del self._pools[deployment]
         for key in self.ready:
             self._became_ready(key, time_s)
-
-    def _locate(self, deployment: DeploymentKey, node: NodeId) -> None:
-        """Learn the pool of a deployment that was submitted before the log begins."""
-        if node in self._node_pools:
-            self._pools.setdefault(deployment, self._node_pools[node])
 
     def _job(self, key: JobKey) -> _Job:
         job = self._jobs.get(key)
@@ -271,6 +271,7 @@ class Profiler:
         cycle = self._cycle(key, job)
         if cycle is None:
             return PhaseTrace(key, 0.0, [], estimates)
+        steps = (num for (_, _, kind), num in cycle.num_operations.items() if kind == "optim_step")
         return PhaseTrace(
             key,
             cycle.period_s,
@@ -278,7 +279,8 @@ class Profiler:
             estimates,
             worst_period_s=cycle.period_s + _excess_s(cycle, estimates),
             drift=_drift(job.last_trace, cycle.period_s),
-            num_optim_steps=_num_optim_steps(cycle),
+            # A loop without training counts each turn as one iteration.
+            num_optim_steps=max(1, round(sum(steps))),
         )
 
     def _cycle(self, key: JobKey, job: _Job) -> Cycle | None:
@@ -299,13 +301,6 @@ class Profiler:
             for r in ran
             if r.deployment in pools
         ]
-
-    def _forget(self, key: JobKey) -> None:
-        self._finished.add(key)
-        self._jobs.pop(key, None)
-        self._agenda.discard(key)
-        for deployment in [d for d in self._pools if d.job_key == key]:
-            del self._pools[deployment]
 
 
 def quantile(samples: Iterable[float], share: float) -> float:
@@ -338,13 +333,6 @@ def _excess_s(cycle: Cycle, estimates: Iterable[KindEstimate]) -> float:
     for (_, deployment, kind), num in cycle.num_operations.items():
         counts[deployment, kind] += num  # type: ignore[assignment]
     return sum(counts[e.deployment, e.kind] * (e.worst_s - e.duration_s) for e in estimates)
-
-
-def _num_optim_steps(cycle: Cycle) -> int:
-    """Return the optimizer steps of a usual turn, at least 1. A loop without training counts each
-    turn as one iteration."""
-    steps = (num for (_, _, kind), num in cycle.num_operations.items() if kind == "optim_step")
-    return max(1, round(sum(steps)))
 
 
 def _drift(last_trace: PhaseTrace | None, period_s: float) -> float:
