@@ -87,9 +87,13 @@ class Controllers:
 
     async def _run_one(self, spec: ControllerSpec) -> JobResult:
         log_file = self._logs / f"controller-{spec.job}.log"
+        command = [sys.executable, "-u", str(self._script), "--job", spec.job]
+        command += ["--seed", str(spec.seed), "--wait", *self._arguments]
+        command += ["--task", spec.task] if spec.task else []
+        command += [] if spec.steps is None else ["--steps", str(spec.steps)]
         with log_file.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *diewithparent.launcher(self._command(spec)),
+                *diewithparent.launcher(command),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
@@ -102,18 +106,14 @@ class Controllers:
         finally:
             await _stop(process)
         if code != 0:
+            log_lines = log_file.read_text(errors="replace").strip().splitlines()
+            last_line = log_lines[-1] if log_lines else "its log is empty"
             raise ResourceError(
-                f"the controller of {spec.job} ended with exit code {code}: {_last_line(log_file)}",
+                f"the controller of {spec.job} ended with exit code {code}: {last_line}",
                 code=Code.ABORTED,
                 remedy=f"see {log_file}",
             )
         return result_of(spec.job, lines)
-
-    def _command(self, spec: ControllerSpec) -> list[str]:
-        command = [sys.executable, "-u", str(self._script), "--job", spec.job]
-        command += ["--seed", str(spec.seed), "--wait", *self._arguments]
-        command += ["--task", spec.task] if spec.task else []
-        return command if spec.steps is None else [*command, "--steps", str(spec.steps)]
 
     async def _read_lines(
         self, spec: ControllerSpec, process: asyncio.subprocess.Process
@@ -151,11 +151,6 @@ def result_of(job: str, lines: Sequence[ControllerLine]) -> JobResult:
         grpo_end_unix_s=done["grpo_end_t"],
         rewards=[line["reward"] for line in steps],
     )
-
-
-def _last_line(log_file: Path) -> str:
-    lines = log_file.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "its log is empty"
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

@@ -125,15 +125,12 @@ class Progress:
                 "" if p.reward is None else f"{p.reward:.3f}",
                 " → ".join(f"{r:.3f}" for r in p.held_out),
             )
-        return Group(Text(self._heading(), "bold"), jobs, self._devices())
-
-    def _heading(self) -> str:
-        seconds = time.monotonic() - self._started
-        log = self.reader.log
-        return (
+        log, seconds = self.reader.log, time.monotonic() - self._started
+        heading = (
             f"{self._title}  {seconds:.0f} s, {log.completed} operations, "
             f"{len(log.switches)} context switches"
         )
+        return Group(Text(heading, "bold"), jobs, self._devices())
 
     def _devices(self) -> Text:
         text = Text()
