@@ -420,7 +420,6 @@ class Job:
 
 
 def _check_publishes(handle: OperationHandle[Any], field: str) -> None:
-    """Raise a CallerError unless the operation is a `publish_weights`."""
     if handle.kind != _PUBLISH:
         raise CallerError(
             f"expected the handle of a {_PUBLISH}, got {handle.key}, a {handle.kind}",

@@ -105,7 +105,6 @@ class MeshJob(Job):
         """Pools on which the mesh believes a phase is open."""
         self._declaring = asyncio.Lock()
         self._reported = -1
-        """The step of the last report."""
 
     @property
     def is_closed(self) -> bool:
@@ -427,7 +426,6 @@ class Mesh:
     async def _poll_until(
         self, name: str, is_met: Callable[[api.JobStatus], bool]
     ) -> api.JobStatus:
-        """Poll a job's status until it meets a condition."""
         pause_s = _FIRST_PAUSE_S
         while not is_met(status := await self.status(name)):
             await asyncio.sleep(pause_s)

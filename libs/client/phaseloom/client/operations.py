@@ -70,15 +70,12 @@ class OperationPart:
         self.stored = asyncio.Event()
         """Set once the server is known to have stored the part, or the part has ended."""
         self.is_stored = False
-        """Whether the server is known to have stored the part."""
         self.is_reported = False
         """Whether the mesh reported the outcome. Otherwise this session ended first."""
         self.stored_s = 0.0
         self.misses = 0
         self.is_awaited = False
-        """Whether anybody has awaited the handle."""
         self.on_progress: Callable[[Progress], None] | None = None
-        """Called with the part's progress, if set."""
         # An error is stored as a value: asyncio warns about exceptions that nobody retrieves.
         self.outcome: asyncio.Future[Result | PhaseloomError] = (
             asyncio.get_running_loop().create_future()
@@ -546,7 +543,6 @@ class Outbox:
         return error
 
     def _resolve_reported(self, part: OperationPart, outcome: Result | PhaseloomError) -> None:
-        """Set the outcome that the mesh reported for an operation."""
         if not part.outcome.done():
             part.is_stored = part.is_reported = True
         self._resolve(part, outcome)
@@ -589,7 +585,6 @@ class Outbox:
         return None
 
     async def _has_ended(self, part: OperationPart) -> bool:
-        """Look up an operation's outcome, and return whether it is known now."""
         with suppress(ResourceError):  # without an answer, nothing is known
             await self._look_up(part)
         return part.outcome.done()

@@ -107,7 +107,6 @@ def runtime_hook(hook: hooks.H) -> hooks.H:
 
 
 def _job_in(arguments: list[object]) -> HasPhases | None:
-    """Return the first argument that is a job or has one as its attribute `job`."""
     for argument in arguments:
         for candidate in (argument, getattr(argument, "job", None)):
             if isinstance(candidate, HasPhases):

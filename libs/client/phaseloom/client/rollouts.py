@@ -143,7 +143,6 @@ class Rollout:
     def _submit(
         self, prompts: list[ops.Prompt], samples: list[list[_Sample]]
     ) -> list[_RolloutOperation]:
-        """Submit operations that continue these samples, split to fit in messages."""
         if not prompts:
             return []
         num_samples = len(samples[0])

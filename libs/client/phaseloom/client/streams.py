@@ -92,7 +92,6 @@ class GenerateHandle(OperationHandle[ops.GenerateResult]):
             self._notify()
 
     def _add_results(self) -> None:
-        """Add the pieces that came only with the results of finished parts."""
         for i, part in enumerate(self._parts):
             if i in self._completed_parts or not part.outcome.done():
                 continue

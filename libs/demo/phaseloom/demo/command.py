@@ -190,7 +190,6 @@ async def demo(
 
 
 def _check_spatial(*, has_other_options: bool) -> None:
-    """Args: is_other: whether an option is given that the spatial demo lacks."""
     if has_other_options:
         raise CallerError(
             "spatial cannot be combined with baseline, pretrained or vllm",

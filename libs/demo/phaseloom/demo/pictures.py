@@ -174,7 +174,6 @@ def colour_of(execution: Execution, colours: dict[str, str]) -> Colour:
 
 
 def _bar(ax: Axes, row: int, interval: Interval, window: Interval, colour: str | Colour) -> None:
-    """Draw one bar on top of the existing ones."""
     start_s, end_s = max(interval[0], window[0]), min(interval[1], window[1])
     ax.barh(
         row,
@@ -190,7 +189,6 @@ def _bar(ax: Axes, row: int, interval: Interval, window: Interval, colour: str |
 def _draw_labels(
     ax: Axes, row: int, on_row: Sequence[Execution], window: Interval, colours: dict[str, str]
 ) -> None:
-    """Label each run of operations of one kind and job if the label fits."""
     for (_, kind), group in groupby(on_row, key=lambda e: (e.key.job, e.kind)):
         run = list(group)
         start_s, end_s = max(run[0].start_s, window[0]), min(run[-1].end_s, window[1])

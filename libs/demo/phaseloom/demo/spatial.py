@@ -44,7 +44,6 @@ class Setting:
     about: str
     """Description of the two jobs, for the heading of the results."""
     steps: int
-    """Default number of steps of each job in a run."""
     device_bytes: int
     example: str = "grpo.py"
     """The controllers' program."""
@@ -132,7 +131,6 @@ class PolicyFigures(msgspec.Struct, frozen=True):
     ratio: float
     """Time in turns relative to the time under this policy: the median of the rounds' ratios."""
     ratios: list[float]
-    """The ratio of each round."""
     over_static: float
     """The same ratio for `static` instead of in turns."""
     beside: float

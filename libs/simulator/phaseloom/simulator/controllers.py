@@ -93,7 +93,6 @@ class Controller:
         self._queued: dict[tuple[int, int], _Op] = {}
         """(iteration, phase) → the operation, if it was published before its predecessor ended."""
         self._started = self._completed
-        """Number of started iterations."""
         self._rolled_out = self._completed
         """Number of iterations whose first phase has ended."""
         self._synced_s = self._agenda.now_s
@@ -185,7 +184,6 @@ class Controller:
     # --- its iterations -------------------------------------------------------------------------
 
     def _start_next(self) -> None:
-        """Start the next iteration if the submission mode allows it now."""
         if self._started == self.job.iterations or self._rolled_out < self._started:
             return
         if self._started - self._completed > self.job.steps_ahead:

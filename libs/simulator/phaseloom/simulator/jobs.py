@@ -111,7 +111,6 @@ class SimJob(msgspec.Struct, frozen=True):
     """Time from the start of a move until the workers are up on the new nodes."""
     drift: tuple[Drift, ...] = ()
     model: str = ""
-    """The model's name, for reports."""
 
     @property
     def key(self) -> JobKey:

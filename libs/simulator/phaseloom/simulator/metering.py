@@ -49,7 +49,6 @@ class JobMeter:
     job: SimJob
     submitted_s: float = -1.0
     placed_s: float = -1.0
-    """When the job was first placed."""
     ended_s: float = -1.0
     outcome: str = "open"
     """`done`, `rejected`, `failed`, or `open` if the simulation ended before the job."""
@@ -61,11 +60,9 @@ class JobMeter:
     completed: int = 0
     """Completed iterations. One that is repeated after a failure counts once."""
     last_end_s: float = -1.0
-    """When the last iteration was completed."""
     wait_s: float = 0.0
     """Total time from ready to started over all operations, including switches."""
     operations: int = 0
-    """Operations that ran."""
     attempts: int = 0
     switches: int = 0
     moved: dict[str, int] = field(default_factory=dict)

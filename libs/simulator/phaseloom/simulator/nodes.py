@@ -29,13 +29,10 @@ class PoolSpec(msgspec.Struct, frozen=True):
     pool: str
     num_nodes: int
     price_per_hour: float = 1.0
-    """Price of one node."""
     host_bytes: int = _NOT_LIMITED
-    """Host memory of a node."""
     num_gpus: int = 8
     """GPUs of a node, for the number of GPUs in results."""
     num_devices: int = 1
-    """Devices of a node."""
     units: int = 1
     """Compute units of a device. A device with several holds states of several jobs, whose
     operations may run at the same time."""
@@ -285,7 +282,6 @@ class Nodes:
         self._agenda.at(end_s, self._finish, ranks, command, start_s)
 
     def _run_shared(self, ranks: _Ranks, command: commands.Permit) -> None:
-        """Start an operation on a device that is shared in space."""
         if not ranks.is_alive or command.operation not in ranks.running:
             return
         shared_device = self._shared[command.node]

@@ -43,7 +43,6 @@ class Prediction(NamedTuple):
     operation: str
     kind: str
     predicted_s: float
-    """The predicted wait."""
     waited_s: float
     """Time from ready until started."""
 

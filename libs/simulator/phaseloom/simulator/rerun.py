@@ -178,7 +178,6 @@ class _Reader:
             recorded.outcomes_s.append(self._now_s - part.started_unix_s - part.duration_s)
 
     def _is_older(self, command: OperationKey | tuple[DeploymentKey, int]) -> bool:
-        """Whether a command was sent before the window's start."""
         return self._sent_s.get(command, self._start_s) < self._start_s
 
     def _record_answer(self, part: events.Event, *, is_older: bool) -> None:
@@ -318,7 +317,6 @@ class _Devices:
             self._agenda.after(self._outcome_s, self._append, adjusted)
 
     def _device_of(self, key: DeploymentKey) -> SharedDevice:
-        """The running operations on the device of the deployment's first rank."""
         device = self._state.deployments[str(key)].places[0]
         if device not in self._shared_devices:
             self._shared_devices[device] = SharedDevice(

@@ -30,7 +30,6 @@ class Work:
     left_s: float
     """The remaining work, in seconds alone on the whole device."""
     end: Callable[[], None]
-    """Called when the operation ends."""
     is_alive: Callable[[], bool] = lambda: True
     """Whether the operation's processes are alive. Dead ones slow nobody down."""
     speed: float = 0.0
@@ -76,14 +75,12 @@ class SharedDevice:
         return [kind for claim in claims for kind in claim.kinds]
 
     def _advance(self) -> None:
-        """Account for the work done since the last change."""
         passed_s = self._agenda.now_s - self._since_s
         for work in self._running.values():
             work.left_s -= passed_s * work.speed
         self._since_s = self._agenda.now_s
 
     def _schedule_next(self) -> None:
-        """Schedule the next end."""
         self._running = {key: work for key, work in self._running.items() if work.is_alive()}
         running = self._running.values()
         claim_by_name = {work.claim.deployment: work.claim for work in running}

@@ -100,7 +100,6 @@ class World:
         for fault in faults:
             agenda.at(fault.at_s, self._inject, fault)
         self._num_open = len(jobs)
-        """Number of jobs that have not ended."""
 
     @property
     def is_over(self) -> bool:

@@ -181,7 +181,6 @@ async def _events(request: web.Request) -> web.StreamResponse:
 
 
 def _cursor(request: web.Request, origin_s: float) -> int | None:
-    """Return the cursor of the page's last update, or None if it has none of this view."""
     text = request.headers.get("Last-Event-ID") or request.query.get("since", "")
     origin, _, number = text.rpartition("-")
     return int(number) if number.isdecimal() and origin == str(origin_s) else None

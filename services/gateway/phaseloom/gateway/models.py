@@ -362,7 +362,6 @@ class Models:
 
 
 def _saver(source: str) -> tuple[str, str]:
-    """Return the job and the deployment that saved a checkpoint."""
     job, _, deployment = source.partition("/")
     return job, deployment
 

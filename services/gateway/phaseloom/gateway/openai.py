@@ -585,7 +585,6 @@ class _Answer:
 
 
 def _whole(prompt: int, sample: int, sequence: Sequence) -> Piece:
-    """Convert a sample to one piece."""
     return Piece(
         prompt,
         sample,

@@ -302,7 +302,6 @@ class Router:
         return log_sequence
 
     async def _append_all(self, queued: list[_Queued]) -> int:
-        """Append the operations that arrived since the last append, in one entry."""
         first = queued[0]
         if len(queued) == 1:
             msg_id = f"queued:{first.header.key}:{first.copy}"
@@ -350,7 +349,6 @@ class Router:
         return stored is not None
 
     async def _header(self, key: OperationKey, message: Msg) -> QueuedOperation:
-        """Build an operation's header for the decision log, with its error if it is refused."""
         content_type = content_type_of(message.headers)
         try:
             operation = validate.read(key, message.data, content_type)

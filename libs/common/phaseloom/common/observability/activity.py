@@ -113,7 +113,6 @@ class Activity:
     holders: dict[str, DeploymentKey] = field(default_factory=dict)
     """Node → the deployment of its newest activation."""
     pools: dict[str, str] = field(default_factory=dict)
-    """Node → its pool."""
     _open: dict[DeploymentKey, dict[OperationKey, _OpenOperation]] = field(default_factory=dict)
     """Deployment → its open operations, in order of arrival."""
     _ready: dict[DeploymentKey, dict[OperationKey, _OpenOperation]] = field(default_factory=dict)

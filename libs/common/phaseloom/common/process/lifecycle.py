@@ -270,7 +270,6 @@ class _StopSignal:
 
 
 def _log_end(service: str, error: BaseException) -> None:
-    """Log the error that ends a service in one line, with a traceback if it is a bug."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             _log_end(service, inner)

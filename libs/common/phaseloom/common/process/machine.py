@@ -117,7 +117,6 @@ def check_writable(directory: Path, field: str) -> None:
 
 
 def _query_driver() -> list[int]:
-    """Return the memory size of each GPU. Loads the driver."""
     try:
         driver = ctypes.CDLL(_DRIVER)
     except OSError:

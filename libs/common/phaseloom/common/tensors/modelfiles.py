@@ -88,7 +88,6 @@ def read_model(name: str, directory: Path) -> RegisteredModel:
 
 
 def _read_directory(directory: Path) -> tuple[dict[str, Any], list[str], list[TensorEntry]]:
-    """Return the model's config, the names of its safetensors files, and the tensors in them."""
     if not directory.is_dir():
         raise CallerError(
             f"the directory {directory} does not exist",
@@ -124,7 +123,6 @@ def _readable() -> Iterator[None]:
 
 
 def _weights(directory: Path) -> tuple[list[str], list[TensorEntry]]:
-    """Return the names of the model's safetensors files, and the tensors in them."""
     single = f"{_STEM}.safetensors"
     if (directory / single).exists():
         return [single], _entries(directory / single)

@@ -125,7 +125,6 @@ class SliceFetch:
     name: str
     part: int
     start: Index
-    """Start of the slice in the part's tensor."""
     size: Index
     num_bytes: int
     uses: tuple[Use, ...]
@@ -325,7 +324,6 @@ class StridedRanges(NamedTuple):
     target: int
     """Byte offset of the first range in the target."""
     num_bytes: int
-    """Length of each range."""
     num_rows: int = 1
     source_stride: int = 0
     """Bytes from the start of one range to the start of the next; meaningless for a single

@@ -154,7 +154,6 @@ class TensorTable:
 
 
 def _kinds_of(tensors: Sequence[TensorSlot]) -> tuple[list[_SharedAttributes], list[int]]:
-    """Return the distinct kinds of the tensors, and the index of each tensor's kind."""
     numbers_by_key: dict[tuple[object, ...], int] = {}
     kinds: list[_SharedAttributes] = []
     numbers = []

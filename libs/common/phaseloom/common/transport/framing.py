@@ -67,10 +67,8 @@ class Frame(msgspec.Struct, Generic[Body], frozen=True, array_like=True):
     call: int
     """Number of the request, assigned by its sender. The answer has the same number."""
     answer: bool
-    """Whether this is an answer."""
     body: Body
     num_fds: int = 0
-    """Number of file descriptors attached to the frame."""
 
 
 class _ProtocolError(Exception):

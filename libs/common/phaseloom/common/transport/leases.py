@@ -245,7 +245,6 @@ async def delete_dead_lease(bus: Bus, key: str) -> None:
 
 
 async def _until_free(bus: Bus, key: str) -> None:
-    """Wait until the key is deleted or expired, or until it is time to read it again."""
     with suppress(TimeoutError):
         async with (
             asyncio.timeout(_REREAD_AFTER_S),

@@ -301,7 +301,6 @@ class MeshClient(Client):
 
 
 def _status(block: bytes) -> dict[str, str]:
-    """Parse a header block that consists of a status only."""
     status, _, description = block[len(_STATUS_START) : -4].decode().partition(" ")
     return {"Status": status, "Description": description}
 

@@ -469,7 +469,6 @@ def _write_credentials(file: Path, credentials: Credentials) -> None:
 
 
 def _read_credentials(file: Path) -> Credentials | None:
-    """Return the credentials that an earlier server left in the same directory."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=Credentials)
     except FileNotFoundError:

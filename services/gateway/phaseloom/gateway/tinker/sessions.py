@@ -204,5 +204,4 @@ def _run(tenant: Tenant, model: ModelRecord) -> dict[str, Any]:
 
 
 def _newest(records: list[_Made]) -> list[_Made]:
-    """Sort sessions or models, newest first."""
     return sorted(records, key=lambda record: record.made_s, reverse=True)

@@ -67,7 +67,6 @@ class Cycle:
     num_operations: dict[Item, float]
     """Number of operations of each item in a usual turn."""
     num_turns: int
-    """Number of turns that were used."""
 
 
 def find_cycle(spans: Sequence[Span]) -> Cycle | None:

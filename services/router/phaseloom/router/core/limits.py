@@ -59,7 +59,6 @@ class Meter:
         self._stored: deque[tuple[int, int]] = deque()
         """(stream sequence, bytes) of operations received here after the reading."""
         self._stored_bytes = 0
-        """Sum of the bytes in `_stored`."""
         self._level = 0.0
         """Fill level of the leaky bucket, in operations. It drains at `rate`."""
         self._first_sequence = 0

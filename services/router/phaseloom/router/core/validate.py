@@ -180,7 +180,6 @@ def queued(key: OperationKey, operation: Operation) -> QueuedOperation:
 
 
 def _version(key: OperationKey, args: Args) -> VersionKey | None:
-    """Return the weights version that an operation installs or reads."""
     match args:
         case SyncWeights(policy=name, version=seq):
             return VersionKey(DeploymentKey(key.tenant, key.job, name), seq)

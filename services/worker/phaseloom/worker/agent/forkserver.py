@@ -137,7 +137,6 @@ def _configs(agent: socket.socket) -> Iterator[str]:
 
 
 def _receive(agent: socket.socket, num_bytes: int) -> bytes:
-    """Receive `num_bytes` bytes; fewer if the agent is gone."""
     data = bytearray()
     while len(data) < num_bytes and (chunk := agent.recv(num_bytes - len(data))):
         data += chunk

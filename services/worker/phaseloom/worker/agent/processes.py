@@ -220,7 +220,6 @@ class Processes:
         return _Process(await self._interpreters.fork(backend, config_json))
 
     async def _fork_shared(self, config: RankConfig) -> _SharedProcess:
-        """Fork a shared process for ranks like this one."""
         backend = config.spec.backend
         name = f"{config.deployment.tenant}.{backend}"
         host = HostConfig(secrets.token_hex(16), name, config.agent_socket)

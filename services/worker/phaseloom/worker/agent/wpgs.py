@@ -79,7 +79,6 @@ class Wpgs:
         """Held by a command that moves state on a device: one at a time on a node."""
         self._by_token: dict[str, LocalWpg] = {}
         self._open_stops: list[StopWpg] = []
-        """The stop commands that are being carried out."""
         self._is_stopping = False
 
     def get(self, deployment: DeploymentKey, incarnation: int) -> LocalWpg | None:

@@ -463,8 +463,6 @@ class DeviceQueue:
     async def _run_tail(
         self, calls: list[DeviceCall], remainders: list[Remainder]
     ) -> list[Result | Exception | None]:
-        """Run the remaining samples of operations on the ranks that their permit names for the
-        tail."""
         permit = calls[0].permit
         replicas = tuple(sorted(permit.tail_on))
         freed = [rank for rank in range(self._ranks.num_ranks) if rank not in replicas]

@@ -75,7 +75,6 @@ class ProcessResources:
     """Resources shared by the ranks of a process."""
 
     def __init__(self, name: str) -> None:
-        """Args: name: the name of the process's connection to the bus."""
         self.building = threading.Lock()
         """Held while a model is built, because `transformers` temporarily replaces functions of
         torch."""

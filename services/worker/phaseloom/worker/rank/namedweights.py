@@ -143,8 +143,6 @@ class WeightsReader:
         return version
 
     async def _whole_from_files(self, checkpoint: str, source: str) -> WholeVersion:
-        """Return the checkpoint's current weights, shared with another operation or read from its
-        files."""
 
         async def read(opened: SavedOpened, name: str) -> WholeVersion:
             self._check_kind(opened)
@@ -281,7 +279,6 @@ class WeightsReader:
         return version
 
     async def _adapter_from_files(self, checkpoint: str, source: str) -> AdapterVersion:
-        """Return the checkpoint's current adapter, cached or read from its files."""
 
         async def read(opened: SavedOpened, name: str) -> AdapterVersion:
             if not opened.adapter_config:

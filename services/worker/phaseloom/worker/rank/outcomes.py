@@ -144,7 +144,6 @@ class Outcomes:
     def _record_sub_stages(
         self, ran: PermitRun, parent: Context, attributes: dict[str, Any]
     ) -> None:
-        """Record a span for each sub-stage of the leader's replica if it has several."""
         stages = split_runs([run for run in ran.steps if run.replica == 0])
         start_s = ran.started_unix_s
         for stage in stages if len(stages) > 1 else ():

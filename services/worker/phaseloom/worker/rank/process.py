@@ -126,7 +126,6 @@ class RankHost:
         return Done(), []
 
     async def _host(self, settings: RankConfig) -> None:
-        """Run a rank to its end."""
         rank = RankRunner(settings, self._resources)
         running = asyncio.create_task(rank.run())
         self._running[settings.token] = rank, running

@@ -38,7 +38,6 @@ class ShareWatch:
         """Args: report_tokens: called in the device thread with an operation's new tokens."""
         self.results: list[GenerateResult | None] = [None] * len(operations)
         self.records = [StepRecord() for _ in operations]
-        """The steps of each request."""
         self._live = {*range(len(operations))}
         """The indices of the requests that have not ended."""
         self.first_prompts: list[int] = []

@@ -189,7 +189,6 @@ class RankWeights:
 
     @cached_property
     def _node_ranks(self) -> list[int]:
-        """The ranks on this node."""
         settings = self.settings
         node = settings.node_of(settings.rank)
         return [rank for rank in range(settings.num_ranks) if settings.node_of(rank) == node]

@@ -80,7 +80,6 @@ class HostConfig(Message, frozen=True):
     token: str
     """The secret of this process."""
     name: str
-    """The process's name in logs."""
     agent_socket: str
 
 
@@ -292,7 +291,6 @@ share has no result."""
 
 class ShareDone(Message, frozen=True):
     results: list[ShareResult]
-    """The result of each operation."""
 
 
 class SharesDone(Message, frozen=True):

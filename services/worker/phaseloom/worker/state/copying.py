@@ -287,7 +287,6 @@ def _copy_rows(source: memoryview, target: memoryview, rows: StridedRanges) -> N
 
 
 def _batches(all_rows: Iterable[StridedRanges]) -> Iterator[list[StridedRanges]]:
-    """Yield the same bytes in batches of similar size, for several threads."""
     batch: list[StridedRanges] = []
     batch_bytes = 0
     for rows in all_rows:
@@ -302,7 +301,6 @@ def _batches(all_rows: Iterable[StridedRanges]) -> Iterator[list[StridedRanges]]
 
 
 def _pieces(rows: StridedRanges) -> Iterator[StridedRanges]:
-    """Yield the same bytes in pieces no larger than a batch."""
     if 0 < rows.num_bytes <= _BATCH_BYTES:
         rows_per_piece = _BATCH_BYTES // rows.num_bytes
         for first in range(0, rows.num_rows, rows_per_piece):

@@ -183,7 +183,6 @@ class HeapCopier:
             self._source = None
 
     def _stay_with_copy(self, heap: DeviceMemory, order: CopyOut) -> Copied:
-        """Release the heap without a copy if the host copy is up to date."""
         started, applied = time.monotonic(), self.applied()
         if applied != order.whole_at:
             return Copied("", applied, devicememory.resident_bytes(heap), 0.0, changed=True)
