@@ -299,7 +299,7 @@ async def test_what_a_controller_reports_is_shown(
         try:
             for step, values in ((0, {"reward": 0.25}), (1, {"reward": 0.5, "loss": 2.0})):
                 await reported(client, JobReport("a", step, values))
-            with pytest.raises(CallerError, match="no job"):
+            with pytest.raises(CallerError, match="job another does not exist"):
                 await reported(client, JobReport("another", 0, {"reward": 0.5}))
             for values in ({}, {"a b": 1.0}, {"loss": float("nan")}):
                 with pytest.raises(CallerError) as refused:

@@ -88,7 +88,7 @@ async def test_acquire_takes_a_lease_of_which_nobody_said_that_it_is_free(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who is cut off for longer than an expired lease is marked finds neither it nor its mark."""
-    monkeypatch.setattr(leases, "_LOOK_AGAIN_S", 0.5)
+    monkeypatch.setattr(leases, "_REREAD_AFTER_S", 0.5)
     lease = await Lease.acquire(bus, KEY, b"me", 60)
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         rival = group.create_task(Lease.acquire(bus, KEY, b"rival", 60))

@@ -72,7 +72,9 @@ async def test_slo_that_cannot_be_kept_is_refused_in_numbers_or_waited_for(
                 await connection.submit_job("third", NOOP, slo=1.2, cycle=BALANCED, may_wait=False)
             assert refused.value.info.code is Code.RESOURCE_EXHAUSTED
             told = await asyncio.to_thread(explained, mesh, "third")
-            assert told.startswith("demo.third: rejected\n  RESOURCE_EXHAUSTED: there is no place")
+            assert told.startswith(
+                "demo.third: rejected\n  RESOURCE_EXHAUSTED: there are no nodes for the job now"
+            )
 
             submitting = connection.submit_job("patient", NOOP, slo=1.2, cycle=BALANCED)
             waiting = asyncio.create_task(submitting)

@@ -148,7 +148,7 @@ async def test_node_is_drained_in_the_middle_of_a_run_and_the_weights_are_the_sa
             assert (await ask(bus, "status", home)).is_draining
             assert await drain_node(settings, DrainNode(OTHER[home]), 0.5, console) == 1
             assert "no other node of pool 'train' has room" in out.getvalue()
-            assert "it goes on being drained" in out.getvalue()
+            assert "draining continues" in out.getvalue()
             await ask(bus, "drain", OTHER[home], undo=True)
             with pytest.raises(PhaseloomError) as refused:
                 await drain_node(settings, DrainNode(NodeId("typo")), 0.5, console)

@@ -88,7 +88,7 @@ async def test_weights_are_the_same_whatever_is_switched_sealed_and_killed(layou
 async def test_optimizer_on_the_host_of_what_has_none_is_refused() -> None:
     async with running_node() as node, node.fresh():
         spec = replace(policy_spec(), trainable=False, optimizer_on=OptimizerOn.HOST)
-        with pytest.raises(CallerError, match="has no optimizer"):
+        with pytest.raises(CallerError, match="needs a trainable deployment"):
             await node.start_wpg(spec)
 
 

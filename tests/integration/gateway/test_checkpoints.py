@@ -40,8 +40,8 @@ async def test_sdk_manages_checkpoints_and_nothing_is_left_of_those_it_deletes(
 ) -> None:
     said = await served.sdk("saved")
     assert "exists" in said["taken"]
-    assert "without /" in said["slash"]
-    assert "without /" in said["percent"]
+    assert "are not allowed" in said["slash"]
+    assert "are not allowed" in said["percent"]
     assert "ttl_seconds must be greater than 0" in said["no_ttl"]
     assert said["loaded"] == [True, True, True]
     assert said["expires"] == [True, True]

@@ -121,7 +121,7 @@ async def test_outcome_that_was_not_heard_of_is_to_be_asked_for_again(
         await other.attach(JOB)  # from now on the gateway hears of nothing
         status, said = await call("retrieve_future", promise)
         assert status == 503, said
-        assert "ask again" in str(said["detail"])
+        assert "repeat the request" in str(said["detail"])
         leader.go.set()
         status, said = await call("retrieve_future", promise)
         assert (status, said["type"]) == (200, "optim_step"), said

@@ -125,7 +125,7 @@ def serving_replica(mesh: Mesh) -> str:
     """The one that serves the tenant, as its log says."""
     logs = (mesh.run_dir / "logs").glob("gateway-*.log")
     lines = [(log.stem, line) for log in logs for line in log.read_text().splitlines()]
-    begun = f"{TENANT} is served here"
+    begun = f"serving {TENANT} at"
     times = [(json.loads(line)["time"], name) for name, line in lines if begun in line]
     return str(max(times)[1])
 

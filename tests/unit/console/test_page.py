@@ -71,5 +71,5 @@ def test_replay_is_one_file_with_the_whole_run_in_it(tmp_path: Path) -> None:
 
 def test_replay_of_nothing_is_refused(tmp_path: Path) -> None:
     nothing: list[Recorded] = []
-    with pytest.raises(CallerError, match="nothing has happened"):
+    with pytest.raises(CallerError, match="has no events to show"):
         make_replay("a run", nothing, tmp_path / "replay.html")

@@ -354,7 +354,8 @@ def _nvme_budget(directory: Path, budget_bytes: int | None) -> int:
         return disk.total
     if budget_bytes > disk.total:
         raise CallerError(
-            f"nvme_bytes is {budget_bytes}: this machine has {disk.total} bytes at {directory}",
+            f"nvme_bytes must be at most {disk.total}, the size of the disk of {directory}, got "
+            f"{budget_bytes}",
             code=Code.RESOURCE_EXHAUSTED,
             field="statemgr.nvme_bytes",
             remedy=f"set it to {disk.total} or less",
