@@ -127,6 +127,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy tests examples loadtest
+	$(BIN)/python -m tests.support.prose
 
 ## bench: the mesh against a raw JetStream chain, then bench-state and bench-hidden; results in runs/bench
 bench: $(VENV)/.test

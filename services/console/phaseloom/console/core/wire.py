@@ -163,7 +163,7 @@ class Leg(msgspec.Struct, frozen=True, omit_defaults=True):
 
     name: str
     """`submit`, `route`, `queue`, `permit`, `switch`, `offload`, `load`, `execute`, `complete`."""
-    where: str
+    origin: str = msgspec.field(name="where")
     """The service that made the span, with the node and device if it worked for one."""
     begin: int
     end: int
