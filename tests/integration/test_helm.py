@@ -387,6 +387,6 @@ async def test_job_trains_on_what_the_chart_starts_and_a_node_is_drained(
             await completed(log, here.command(node, undo), here.environment(node, undo))
             assert not marker.exists()
     assert "empty; it may be shut down" in log.read_text()
-    assert "may be placed on it again" in log.read_text()
+    assert "no longer draining" in log.read_text()
     alone = await asyncio.to_thread(oracle, TASK, settings, tmp_path)
     assert reports.weights_sha256 == alone

@@ -82,7 +82,7 @@ async def test_slo_that_cannot_be_kept_is_refused_in_numbers_or_waited_for(
                 while not await has_no_place(connection.status("patient")):
                     await asyncio.sleep(0.02)
             told = await asyncio.to_thread(explained, mesh, "patient")
-            assert told.startswith("demo.patient: submitted\n  UNAVAILABLE: the job waits for a")
+            assert told.startswith("demo.patient: submitted\n  UNAVAILABLE: the job is waiting")
             assert "(0 free)" in told
             await first.finish()
             patient = await waiting
