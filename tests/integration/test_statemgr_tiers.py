@@ -392,6 +392,7 @@ def test_daemon_refuses_capacities_that_the_machine_does_not_have(
     )
     assert started.returncode
     assert f"{setting.lower()} must be at most" in started.stderr
+    assert f"got {2**60}" in started.stderr
 
 
 async def publishing(d: Daemon, version: VersionKey) -> tuple[Rank, str]:
