@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from phaseloom.common.contract.errors import ResourceError
-from phaseloom.worker.agent.forkserver import ForkServer, RankProcess
+from phaseloom.common.process.forkserver import ForkedProcess, ForkServer
+from phaseloom.worker.agent import forkserver
 from phaseloom.worker.agent.interpreters import Interpreters
 from tests.support.processes import child_pids
 
@@ -24,12 +25,12 @@ _PATIENCE_S = 30.0
 
 @pytest.fixture
 def server() -> Iterator[ForkServer]:
-    server = ForkServer(sys.executable, [])
+    server = ForkServer(forkserver.command(sys.executable, []), "run `phaseloom doctor`")
     yield server
     server.close()
 
 
-def wait_for_end(rank: RankProcess) -> None:
+def wait_for_end(rank: ForkedProcess) -> None:
     assert select.select([rank.sentinel], [], [], _PATIENCE_S)[0]
     rank.close()
 
@@ -60,7 +61,7 @@ def test_rank_is_told_by_the_socket_alone_and_known_until_it_is_dead(server: For
 def test_dead_server_is_named_with_the_remedy_and_started_again(server: ForkServer) -> None:
     wait_for_end(server.fork(BAD_CONFIG))
     os.kill(server_pid(), signal.SIGKILL)
-    with pytest.raises(ResourceError, match=r"cannot fork ranks.*phaseloom doctor"):
+    with pytest.raises(ResourceError, match=r"cannot fork processes.*phaseloom doctor"):
         server.fork(BAD_CONFIG)
     server.restart_if_dead()
     wait_for_end(server.fork(BAD_CONFIG))

@@ -24,7 +24,8 @@ import msgspec
 import phaseloom.common
 import phaseloom.worker
 from phaseloom.common.contract.errors import ResourceError
-from phaseloom.worker.agent.forkserver import ForkServer, RankProcess
+from phaseloom.common.process.forkserver import ForkedProcess, ForkServer
+from phaseloom.worker.agent import forkserver
 from phaseloom.worker.backends import BACKENDS, RUNTIMES, backend_factory, missing_modules
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,10 @@ class Interpreters:
             grouped[python].append(name)
         self._backends_in = dict(grouped)
         self._servers = {
-            python: ForkServer(python, self._preloaded(python) if preload else [])
+            python: ForkServer(
+                forkserver.command(python, self._preloaded(python) if preload else []),
+                "run `phaseloom doctor` on the node to see what the interpreter lacks",
+            )
             for python in self._backends_in
         }
 
@@ -89,7 +93,7 @@ class Interpreters:
             available += [name for name in names if name not in missing]
         return sorted(available)
 
-    async def fork(self, backend: str, config_json: str) -> RankProcess:
+    async def fork(self, backend: str, config_json: str) -> ForkedProcess:
         """Start a rank in its backend's interpreter. Raises: ResourceError: it cannot be
         started."""
         server = self._servers[self._python_of.get(backend, sys.executable)]

@@ -24,8 +24,8 @@ import msgspec
 
 from phaseloom.common.contract.errors import PhaseloomError
 from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.process.forkserver import ForkedProcess
 from phaseloom.common.transport.framing import Peer
-from phaseloom.worker.agent.forkserver import RankProcess
 from phaseloom.worker.agent.interpreters import Interpreters
 from phaseloom.worker.backends import SHARING
 from phaseloom.worker.rank.wire import EndRank, HostConfig, HostRank, RankConfig, RankMessage
@@ -56,7 +56,7 @@ class StartedRank(Protocol):
 class _Process:
     """A process of ranks. If the process is not shared, this is also its rank."""
 
-    def __init__(self, process: RankProcess) -> None:
+    def __init__(self, process: ForkedProcess) -> None:
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = loop.create_future()
         self.culprits: list[DeploymentKey] = []
