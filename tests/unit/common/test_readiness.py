@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import JobFinished, OperationFinished, QueuedOperation
 from phaseloom.common.contract.ids import JobKey, OperationKey
@@ -116,3 +118,51 @@ def test_finished_job_leaves_nothing_behind() -> None:
     log.queue("policy.2")
     log.readiness.step(JobFinished(JobKey("acme", "sums"), "r1"))
     assert log.queue("policy.1") == ["policy.1"]
+
+
+def test_cost_of_an_event_does_not_grow_with_the_operations_behind_a_gap() -> None:
+    log = Log()
+    number_behind = 2000
+    for seq in range(2, number_behind):
+        assert log.queue(f"sampler.{seq}") == []
+
+    looks = _Counting(log.readiness)
+    assert log.queue(f"sampler.{number_behind}") == []
+    assert looks.count < 10
+
+    assert len(log.queue("sampler.1")) == number_behind
+    assert looks.count < 3 * number_behind
+
+
+def test_operations_that_await_several_others_are_ready_after_the_last() -> None:
+    log = Log()
+    assert log.queue("policy.1", "sampler.1", "sampler.2") == []
+    assert log.queue("sampler.1") == ["sampler.1"]
+    assert log.queue("sampler.2") == ["sampler.2"]
+    assert log.finish("sampler.2") == []
+    assert log.finish("sampler.1") == ["policy.1"]
+
+
+class _Counting:
+    """Counts how often any operation is examined."""
+
+    def __init__(self, readiness: Readiness) -> None:
+        self.count = 0
+        deployments = readiness._deployments.values()
+        for deployment in deployments:
+            deployment.blocked = _CountingDict(deployment.blocked, self)
+
+
+class _CountingDict(dict[int, QueuedOperation]):
+    def __init__(self, items: dict[int, QueuedOperation], counter: _Counting) -> None:
+        super().__init__(items)
+        self._counter = counter
+
+    def __contains__(self, key: object) -> bool:
+        self._counter.count += 1
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[int]:
+        for key in super().__iter__():
+            self._counter.count += 1
+            yield key

@@ -8,12 +8,13 @@ the operations after it.
 
 A log may start in the middle. A finished operation proves that everything it waited for is done, so
 the fold catches up with a deployment at its first finished mutating operation. Operations that end
-without running have no log entry and stay unfinished here. Cost: O(waiting operations of the job)
-per event.
+without running have no log entry and stay unfinished here. Cost: O(1) per event,
+plus the operations that it makes ready.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from phaseloom.common.contract import events
@@ -31,6 +32,12 @@ class _Deployment:
     read_to: int = 0
     """All operations up to this seq are done or reading, so they do not block a reading
     operation."""
+    blocked: dict[int, events.QueuedOperation] = field(default_factory=dict)
+    """Operations that an earlier one of the deployment blocks, by seq."""
+    unblocked_to: int = 0
+    """No reading operation up to this seq is blocked."""
+    awaited: dict[int, list[events.QueuedOperation]] = field(default_factory=dict)
+    """Seq → operations of the job that name it in `after` and that nothing else blocks."""
 
     def is_done(self, seq: int) -> bool:
         return seq <= self.done_to or seq in self.done_above
@@ -39,12 +46,15 @@ class _Deployment:
         self.open_kinds[seq] = kind
         self._advance_read_to()
 
-    def finish(self, seq: int, kind: str) -> None:
+    def finish(self, seq: int, kind: str) -> range:
+        """Returns: the seqs that are done now and may not have been before."""
+        done = range(seq, seq + 1)
         self.open_kinds.pop(seq, None)
         if seq > self.done_to:
             self.done_above.add(seq)
         # A mutating operation runs only after all lower ones, so the log must have missed some.
         if kind in MUTATING_KINDS and seq > self.done_to + 1:
+            done = range(self.done_to + 1, seq + 1)
             self.done_to = seq
             self.done_above = {s for s in self.done_above if s > seq}
             self.open_kinds = {s: k for s, k in self.open_kinds.items() if s > seq}
@@ -52,10 +62,28 @@ class _Deployment:
             self.done_to += 1
             self.done_above.remove(self.done_to)
         self._advance_read_to()
+        return done
 
-    def is_unblocked(self, seq: int, kind: str) -> bool:
-        """Whether no earlier operation of the deployment blocks operation `seq`."""
-        return seq - 1 <= (self.done_to if kind in MUTATING_KINDS else self.read_to)
+    def unblock(self) -> list[events.QueuedOperation]:
+        """Remove the operations that no earlier one of the deployment blocks any longer."""
+        candidates: Iterable[int] = range(self.unblocked_to + 1, self.read_to + 2)
+        if len(candidates) > len(self.blocked):  # the log started in the middle
+            candidates = sorted(seq for seq in self.blocked if seq <= self.read_to + 1)
+        self.unblocked_to = self.read_to
+        return [
+            self.blocked.pop(seq)
+            for seq in candidates
+            if seq in self.blocked and self._is_unblocked(seq)
+        ]
+
+    def pop_awaiting(self, done: range) -> list[events.QueuedOperation]:
+        """Remove the operations that waited for these seqs."""
+        seqs = done if len(done) <= len(self.awaited) else [s for s in self.awaited if s in done]
+        return [operation for seq in seqs for operation in self.awaited.pop(seq, ())]
+
+    def _is_unblocked(self, seq: int) -> bool:
+        is_mutating = self.blocked[seq].kind in MUTATING_KINDS
+        return seq - 1 <= (self.done_to if is_mutating else self.read_to)
 
     def _advance_read_to(self) -> None:
         self.read_to = max(self.read_to, self.done_to)
@@ -70,18 +98,18 @@ class Readiness:
 
     def __init__(self) -> None:
         self._deployments: dict[DeploymentKey, _Deployment] = {}
-        self._waiting: dict[JobKey, dict[OperationKey, events.QueuedOperation]] = {}
+        self._waiting: dict[JobKey, dict[OperationKey, int]] = {}
+        """Job → its waiting operations, each with its number in the order of arrival."""
+        self._num_arrived = 0
 
     def step(self, event: events.Event) -> list[OperationKey]:
         """Apply the next event of the log. Returns: the operations that it made ready, in order of
         arrival."""
         match event:
             case events.QueuedOperation(key=key):
-                self._queue(event)
-                return self._release(key.job_key)
+                return self._queue(event)
             case events.OperationFinished(key=key):
-                self._finish(key, event.kind)
-                return self._release(key.job_key)
+                return self._finish(key, event.kind)
             case events.DeploymentDeleted(deployment=deployment):
                 waiting = self._waiting.get(deployment.job_key, {})
                 for key in [key for key in waiting if key.deployment_key == deployment]:
@@ -98,37 +126,50 @@ class Readiness:
             deployment = self._deployments[key] = _Deployment()
         return deployment
 
-    def _queue(self, operation: events.QueuedOperation) -> None:
+    def _queue(self, operation: events.QueuedOperation) -> list[OperationKey]:
         key, seq = operation.key, operation.key.seq
         deployment = self._deployment(key.deployment_key)
         if seq is not None and (deployment.is_done(seq) or seq in deployment.open_kinds):
-            return
+            return []
         if operation.error is not None:
             # A refused operation counts as failed, so its number is not a gap.
-            self._finish(key, "")
-            return
-        if seq is not None:
-            deployment.queue(seq, operation.kind)
-        self._waiting.setdefault(key.job_key, {})[key] = operation
+            return self._finish(key, "")
+        self._num_arrived += 1
+        self._waiting.setdefault(key.job_key, {}).setdefault(key, self._num_arrived)
+        if seq is None:
+            # Nothing but its `after` can block it.
+            return self._ready([operation])
+        deployment.blocked[seq] = operation
+        deployment.queue(seq, operation.kind)
+        return self._ready(deployment.unblock())
 
-    def _finish(self, key: OperationKey, kind: str) -> None:
+    def _finish(self, key: OperationKey, kind: str) -> list[OperationKey]:
         self._waiting.get(key.job_key, {}).pop(key, None)
-        if key.seq is not None:
-            self._deployment(key.deployment_key).finish(key.seq, kind)
+        if key.seq is None:
+            return []
+        deployment = self._deployment(key.deployment_key)
+        deployment.blocked.pop(key.seq, None)
+        done = deployment.finish(key.seq, kind)
+        return self._ready(deployment.unblock() + deployment.pop_awaiting(done))
 
-    def _release(self, job: JobKey) -> list[OperationKey]:
-        waiting = self._waiting.get(job, {})
-        ready = [key for key, operation in waiting.items() if self._is_ready(operation)]
-        for key in ready:
-            del waiting[key]
-        return ready
+    def _ready(self, unblocked: list[events.QueuedOperation]) -> list[OperationKey]:
+        """Return the operations whose `after` is done, and let the others wait for it."""
+        ready: dict[OperationKey, int] = {}
+        for operation in unblocked:
+            key = operation.key
+            number = self._waiting.get(key.job_key, {}).get(key)
+            if number is None or self._waits(operation):
+                continue  # it has ended, or its deployment was deleted
+            del self._waiting[key.job_key][key]
+            ready[key] = number
+        return sorted(ready, key=ready.__getitem__)
 
-    def _is_ready(self, operation: events.QueuedOperation) -> bool:
+    def _waits(self, operation: events.QueuedOperation) -> bool:
         key = operation.key
         for dependency in operation.after:
-            deployment = DeploymentKey(key.tenant, key.job, dependency.deployment)
-            if not self._deployment(deployment).is_done(dependency.seq):
-                return False
-        if key.seq is None:
-            return True
-        return self._deployment(key.deployment_key).is_unblocked(key.seq, operation.kind)
+            name = DeploymentKey(key.tenant, key.job, dependency.deployment)
+            deployment = self._deployment(name)
+            if not deployment.is_done(dependency.seq):
+                deployment.awaited.setdefault(dependency.seq, []).append(operation)
+                return True
+        return False
