@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Any
 
 import msgspec
 import nats
@@ -602,6 +603,41 @@ async def test_tenant_cannot_publish_or_ask_as_another(bus: Bus, tenant: Client)
             timeout_s=0.3,
         )
     assert await bus.stored.subjects(streams.ops_stream("globex"), f"{streams.PREFIX}.op.>") == []
+
+
+async def test_calls_of_one_tenant_wait_for_no_calls_of_another(
+    bus: Bus, tenant: Client, nats_server: EmbeddedServer
+) -> None:
+    credentials = nats_server.credentials
+    first_answered = asyncio.Event()
+    order: list[str] = []
+
+    async def usage(name: str, _: UsageRequest) -> Usage:
+        if name == TENANT:
+            await first_answered.wait()
+        order.append(name)
+        return Usage(0, 0)
+
+    def call(client: Client, name: str) -> Coroutine[Any, Any, Usage]:
+        return call_api(client, name, "tenant.usage", UsageRequest(), Usage, timeout_s=30)
+
+    other = await connect(
+        credentials.url,
+        "other",
+        "globex",
+        credentials.tenants["globex"],
+        inbox_prefix="_INBOX_globex",
+    )
+    service = await serve_api(bus, "scheduler", {"tenant.usage": (UsageRequest, usage)})
+    async with asyncio.TaskGroup() as flood:
+        for _ in range(300):
+            flood.create_task(call(tenant, TENANT))
+        await tenant.flush()
+        await call(other, "globex")
+        first_answered.set()
+    assert order == ["globex"] + 300 * [TENANT]
+    await service.stop()
+    await other.close()
 
 
 # --- replicas ------------------------------------------------------------------------------------

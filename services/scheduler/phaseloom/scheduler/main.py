@@ -250,8 +250,12 @@ async def _store_final_snapshot(shell: Shell, sink: BusSink) -> None:
 async def _serve_api(bus: Bus, shell: Shell) -> None:
     await shell.caught_up.wait()
     calls = job_api(shell, _outcomes(bus), models_on(bus))
-    await serve_api(bus, "scheduler", calls, operators=node_api(shell))
+    service = await serve_api(bus, "scheduler", calls, operators=node_api(shell))
     log.info("scheduling starts after log sequence number %d", shell.core.state.sequence)
+    try:
+        await asyncio.get_running_loop().create_future()
+    finally:
+        service.cancel()
 
 
 def _outcomes(bus: Bus) -> OutcomeOf:

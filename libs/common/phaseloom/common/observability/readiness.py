@@ -14,7 +14,7 @@ plus the operations that it makes ready.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from phaseloom.common.contract import events
@@ -66,7 +66,7 @@ class _Deployment:
 
     def unblock(self) -> list[events.QueuedOperation]:
         """Remove the operations that no earlier one of the deployment blocks any longer."""
-        candidates: Iterable[int] = range(self.unblocked_to + 1, self.read_to + 2)
+        candidates: Sequence[int] = range(self.unblocked_to + 1, self.read_to + 2)
         if len(candidates) > len(self.blocked):  # the log started in the middle
             candidates = sorted(seq for seq in self.blocked if seq <= self.read_to + 1)
         self.unblocked_to = self.read_to

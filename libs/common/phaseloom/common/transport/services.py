@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import warnings
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -58,6 +59,80 @@ the call."""
 
 _TENANT_TOKEN = 3
 _HEADER_CHARS = 200
+MAX_WAITING = 1024
+"""Maximum requests of one tenant that wait for one call. One more is refused."""
+_MAX_WAITING_BYTES = 32 * 2**20
+"""Maximum bytes of these requests."""
+
+
+class TenantQueues:
+    """Runs a tenant's requests in order, one at a time, and those of several tenants concurrently.
+
+    So one tenant's requests never wait for another's. Each tenant has a task only while it has
+    requests.
+    """
+
+    def __init__(self, run: Callable[[Request], Awaitable[None]]) -> None:
+        self._run = run
+        self._waiting: dict[str, deque[Request]] = {}
+        self._waiting_bytes: dict[str, int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, tenant: str, request: Request) -> bool:
+        """Queue a request. Returns: False: too many of the tenant wait already."""
+        waiting = self._waiting.get(tenant)
+        if waiting is None:
+            waiting = self._waiting[tenant] = deque()
+            self._waiting_bytes[tenant] = 0
+            task = asyncio.create_task(self._serve(tenant, waiting))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        num_bytes = self._waiting_bytes[tenant] + len(request.data)
+        if len(waiting) >= MAX_WAITING or (waiting and num_bytes > _MAX_WAITING_BYTES):
+            return False
+        waiting.append(request)
+        self._waiting_bytes[tenant] = num_bytes
+        return True
+
+    async def finish(self) -> None:
+        """Wait until every request is handled."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def _serve(self, tenant: str, waiting: deque[Request]) -> None:
+        try:
+            while waiting:
+                request = waiting.popleft()
+                self._waiting_bytes[tenant] -= len(request.data)
+                try:
+                    await self._run(request)
+                except nats.errors.Error as error:  # the caller repeats the request or gives up
+                    log.debug("cannot answer a request of %s: %r", tenant, error)
+        finally:
+            del self._waiting[tenant], self._waiting_bytes[tenant]
+
+
+class ApiService:
+    """API calls that are being served."""
+
+    def __init__(self, service: Service, queues: list[TenantQueues]) -> None:
+        self._service = service
+        self._queues = queues
+
+    async def stop(self) -> None:
+        """Accept no further requests, and wait until those accepted are answered."""
+        await self._service.stop()
+        for queue in self._queues:
+            await queue.finish()
+
+    def cancel(self) -> None:
+        """Abandon the requests whose handling has begun, because this process no longer leads."""
+        for queue in self._queues:
+            queue.cancel()
 
 
 async def serve_api(
@@ -66,13 +141,14 @@ async def serve_api(
     endpoints: Mapping[str, tuple[Any, ApiHandler]],
     *,
     operators: Mapping[str, tuple[Any, ApiHandler]] | None = None,
-) -> Service:
+) -> ApiService:
     """Serve API calls of all tenants until `stop()` of the returned service.
 
     Replicas that serve under the same name share the calls.
 
-    Args:   endpoints: name of a call (`job.submit`) -> (request type, handler). Requests of one
-                call are handled one at a time.
+    Args:   endpoints: name of a call (`job.submit`) -> (request type, handler). One tenant's
+                requests of one call are handled one at a time, in order. Tenants do not wait for
+                each other.
             operators: the same for calls on subjects that no tenant can reach
                 (`pl.v1.node.<call>`). Their handlers get an empty tenant.
     """
@@ -85,33 +161,56 @@ async def serve_api(
             version="1.0.0",
             queue_group=service_name,
         )
+    queues = []
+
+    async def add(name: str, subject: str, endpoint: _Endpoint) -> None:
+        queues.append(endpoint.queue)
+        await service.add_endpoint(name=name, subject=subject, handler=endpoint.accept)
+
     for call, (kind, handler) in endpoints.items():
-        await service.add_endpoint(
-            name=call.replace(".", "-"),
-            subject=api_subject("*", call),
-            handler=_endpoint(call, kind, handler, _tenant_of),
-        )
+        endpoint = _Endpoint(call, kind, handler, _tenant_of)
+        await add(call.replace(".", "-"), api_subject("*", call), endpoint)
     for call, (kind, handler) in (operators or {}).items():
-        await service.add_endpoint(
-            name=f"node-{call}",
-            subject=node_subject(call),
-            handler=_endpoint(call, kind, handler, lambda request: ""),
-        )
-    return service
+        endpoint = _Endpoint(call, kind, handler, lambda request: "")
+        await add(f"node-{call}", node_subject(call), endpoint)
+    return ApiService(service, queues)
 
 
 def _tenant_of(request: Request) -> str:
     return check_name(request.subject.split(".")[_TENANT_TOKEN], "subject.tenant")
 
 
-def _endpoint(
-    call: str, kind: Any, handler: ApiHandler, tenant_of: Callable[[Request], str]
-) -> Callable[[Request], Awaitable[None]]:
-    async def handle(request: Request) -> None:
-        content_type = content_type_of(request.headers)
+class _Endpoint:
+    """One call: queues its requests by tenant, and answers them."""
+
+    def __init__(
+        self, call: str, kind: Any, handler: ApiHandler, tenant_of: Callable[[Request], str]
+    ) -> None:
+        self._call = call
+        self._kind = kind
+        self._handler = handler
+        self._tenant_of = tenant_of
+        self.queue = TenantQueues(self._handle)
+
+    async def accept(self, request: Request) -> None:
         try:
-            tenant = tenant_of(request)
-            answer = await handler(tenant, decode(request.data, kind, content_type))
+            if self.queue.add(self._tenant_of(request), request):
+                return
+            error = ResourceError(
+                f"more than {MAX_WAITING} requests or {_MAX_WAITING_BYTES} bytes of {self._call} "
+                "wait",
+                code=Code.RESOURCE_EXHAUSTED,
+                remedy="await the answers of earlier requests first",
+            ).info
+        except CallerError as caller_error:
+            error = caller_error.info
+        await _refuse(request, error, content_type_of(request.headers))
+
+    async def _handle(self, request: Request) -> None:
+        call, content_type = self._call, content_type_of(request.headers)
+        try:
+            tenant = self._tenant_of(request)
+            answer = await self._handler(tenant, decode(request.data, self._kind, content_type))
             payload = encode(answer, content_type)
         except PhaseloomError as error:
             await _refuse(request, error.info, content_type)
@@ -125,8 +224,6 @@ def _endpoint(
             await _refuse(request, InternalError(f"{call} failed").info, content_type)
         else:
             await request.respond(payload, headers={CONTENT_TYPE: content_type})
-
-    return handle
 
 
 async def _refuse(request: Request, info: ErrorInfo, content_type: str) -> None:

@@ -1,0 +1,1 @@
+"""Hostile tenants: what one tenant can send, and what another one notices."""
