@@ -173,60 +173,6 @@ async def until_gone_from_permits(bus: Bus, subject: str) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_consume_shares_messages_when_replicas_have_one_durable(
-    nats_server: EmbeddedServer, bus: Bus
-) -> None:
-    other = await Bus.open(nats_server.credentials.bus, "replica")
-    taken: asyncio.Queue[tuple[str, Msg]] = asyncio.Queue()
-
-    async def consume(replica: str, on: Bus) -> None:
-        def take(message: Msg) -> None:
-            taken.put_nowait((replica, message))
-
-        await on.consume("OPS_acme", "pl.v1.op.acme.>", "routers", take, shared=True)
-
-    await consume("a", bus)
-    await consume("b", other)
-    for number in range(1, 41):
-        await bus.publish(f"pl.v1.op.acme.sums.policy.{number}", b"")
-    got = [await taken.get() for _ in range(40)]
-    for _, message in got:
-        await message.ack()
-    sequences = sorted(message.metadata.sequence.stream for _, message in got)
-    assert sequences == list(range(1, 41))
-    assert {replica for replica, _ in got} == {"a", "b"}
-    await other.close()
-
-
-async def test_every_replica_gets_messages_when_all_make_the_consumer_at_once(
-    nats_server: EmbeddedServer,
-) -> None:
-    """Two routers that start together: the server refuses one that makes what just got made, or
-    takes it for a change of the other's consumer. None may be left where nothing is delivered."""
-    buses = [await Bus.open(nats_server.credentials.bus, f"replica {n}") for n in range(6)]
-    await buses[0].provision_tenant("acme", 2**20)
-    attempts, total = 10, 120
-    taken: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
-    async with asyncio.TaskGroup() as group:
-        for attempt in range(attempts):
-            for replica, bus in enumerate(buses):
-
-                def take(_: Msg, attempt: int = attempt, replica: int = replica) -> None:
-                    taken.put_nowait((attempt, replica))
-
-                group.create_task(
-                    bus.consume(
-                        "OPS_acme", "pl.v1.op.acme.>", f"routers-{attempt}", take, shared=True
-                    )
-                )
-    for number in range(total):
-        await buses[0].publish(f"pl.v1.op.acme.sums.policy.{number}", b"")
-    got = {await taken.get() for _ in range(attempts * total)}
-    assert got == {(a, r) for a in range(attempts) for r in range(len(buses))}
-    for bus in buses:
-        await bus.close()
-
-
 async def test_consumer_has_heartbeats_which_handlers_do_not_see(
     nats_server: EmbeddedServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

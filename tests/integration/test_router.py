@@ -51,6 +51,7 @@ from phaseloom.common.contract.operations import (
     SyncWeights,
 )
 from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import connect
 from phaseloom.common.transport.leases import session_lease_key
@@ -677,11 +678,13 @@ async def leave_half_logged(bus: Bus, tenant: Client, total: int) -> None:
     """As a replica that is killed when one entry of the log has half of what was delivered to it,
     and nothing is acknowledged yet."""
     taken: list[Msg] = []
-    subject = f"{streams.PREFIX}.op.{TENANT}.>"
-    stream = streams.ops_stream(TENANT)
-    subscription = await bus.consume(
-        stream, subject, "router", taken.append, shared=True, max_ack_pending=64, ack_wait_s=10.0
-    )
+
+    def take(message: Msg) -> None:
+        taken.append(message)
+        consumer.finished(message)
+
+    consumer = await bus.pull(streams.ops_stream(TENANT), "router", take, ack_wait_s=10.0)
+    pulling = asyncio.create_task(consumer.run())
     await publish_all(tenant, range(1, total + 1))
     async with asyncio.timeout(60):
         while len(taken) < total:
@@ -691,7 +694,8 @@ async def leave_half_logged(bus: Bus, tenant: Client, total: int) -> None:
         for seq in range(1, total + 1, 2)
     ]
     await bus.log.append(OperationsQueued(logged))
-    await subscription.unsubscribe()
+    await lifecycle.end([pulling])
+    await consumer.stop()
     for message in taken:
         await message.nak()
 

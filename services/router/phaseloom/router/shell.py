@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import nats.errors
 from msgspec.structs import replace
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError
 
@@ -63,6 +62,7 @@ from phaseloom.common.transport import leases
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.groupcommit import GroupCommit
 from phaseloom.common.transport.keys import Conflict
+from phaseloom.common.transport.pulling import PullConsumer
 from phaseloom.common.transport.services import serve_api
 from phaseloom.router.admission import Admission
 from phaseloom.router.checkpoints import Checkpoints
@@ -75,9 +75,6 @@ SOURCE = "router"
 _OP_PREFIX = f"{streams.PREFIX}.op."
 _ACK_WAIT_S = 10.0
 _RETRY_DELAY_S = 0.5
-_MAX_ACK_PENDING = 64
-"""Maximum unacknowledged operations over all replicas. Each may have a payload of maximum size."""
-
 DEFAULT_SESSION_TTL_S = 15.0
 
 _SEARCH_TIMEOUT_S = 8.0
@@ -196,35 +193,32 @@ class Router:
                 },
             )
             async with asyncio.TaskGroup() as operations:
-
-                def handle(message: Msg) -> None:
-                    operations.create_task(self._handle(message))
-
-                subscriptions = [
-                    await self._bus.consume(
-                        streams.ops_stream(tenant),
-                        f"{_OP_PREFIX}{tenant}.>",
-                        SOURCE,
-                        handle,
-                        shared=True,
-                        max_ack_pending=_MAX_ACK_PENDING,
-                        ack_wait_s=_ACK_WAIT_S,
-                    )
-                    for tenant in tenants
-                ]
+                consumers = [await self._consume(tenant, operations) for tenant in tenants]
+                pulling = [operations.create_task(consumer.run()) for consumer in consumers]
                 try:
                     yield
                 finally:
-                    for subscription in subscriptions:
-                        await self._stop_delivery(subscription)
+                    await lifecycle.end(pulling)
+                    for consumer in consumers:
+                        await self._stop_delivery(consumer)
             await service.stop()
             await lifecycle.end(watches)
 
-    async def _stop_delivery(self, subscription: Subscription) -> None:
+    async def _consume(self, tenant: str, operations: asyncio.TaskGroup) -> PullConsumer:
+        def handle(message: Msg) -> None:
+            task = operations.create_task(self._handle(message))
+            task.add_done_callback(lambda _: consumer.finished(message))
+
+        consumer = await self._bus.pull(
+            streams.ops_stream(tenant), SOURCE, handle, ack_wait_s=_ACK_WAIT_S
+        )
+        return consumer
+
+    async def _stop_delivery(self, consumer: PullConsumer) -> None:
         """Stop the delivery of new messages; those already delivered are still handled."""
         if self._bus.client.is_connected:
             with suppress(*_BUS_ERRORS):  # if the connection breaks, other replicas get the rest
-                await subscription.drain()  # type: ignore[no-untyped-call]
+                await consumer.stop()
 
     # --- operations -----------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ from phaseloom.common.transport.decisionlog import DecisionLog
 from phaseloom.common.transport.keys import Keys
 from phaseloom.common.transport.link import PAUSE_S, Link, is_transient, ordered, position_of
 from phaseloom.common.transport.natsclient import MeshClient, hand_over
+from phaseloom.common.transport.pulling import PullConsumer
 from phaseloom.common.transport.stored import StoredMessages
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ _CONSUMER_EXISTS = frozenset({10013, 10148})
 _CONSUMER_BOUND_PAUSE_S = 0.05
 _NO_STORAGE = 10047
 """Error code of a NATS server whose disk has less room than a stream may need."""
+_MAX_ACK_PENDING = 1024
+"""Maximum delivered messages of a consumer that are not acknowledged yet."""
 _IDLE_HEARTBEAT_S = 2.0
 """How often the server rechecks a consumer that had nothing to deliver, and sends a heartbeat."""
 
@@ -61,11 +64,8 @@ Handler = Callable[[Msg], None]
 
 
 def _can_consume_soon(error: Exception) -> bool:
-    """Whether an error in creating or taking over a durable consumer is temporary.
-
-    It is in two cases: another replica created the consumer at the same moment, or a killed
-    predecessor holds it until the server notices that its socket is closed.
-    """
+    """Whether a killed predecessor still holds a consumer, until the server notices that its socket
+    is closed."""
     if isinstance(error, APIError):
         return error.err_code in _CONSUMER_EXISTS
     return "already bound" in str(error)
@@ -316,11 +316,9 @@ class Bus:
         durable: str,
         handler: Handler,
         *,
-        shared: bool = False,
-        max_ack_pending: int = 1024,
         ack_wait_s: float = 30.0,
     ) -> JetStreamContext.PushSubscription:
-        """Subscribe to a stream with a durable push consumer.
+        """Subscribe to a stream alone, with a durable push consumer.
 
         The handler, or a task that it starts, must acknowledge each message after publishing the
         message's effects.
@@ -328,31 +326,23 @@ class Bus:
         Args:   durable: the consumer's name.
                 handler: called with each message as it is read from the connection, in order. It
                     must not block; it starts a task for slow work.
-                shared: whether replicas with the same `durable` share the messages.
-                max_ack_pending: maximum number of delivered messages that are not acknowledged yet.
                 ack_wait_s: an unacknowledged message is redelivered after this time.
         """
         while True:
             config = api.ConsumerConfig(
                 ack_policy=api.AckPolicy.EXPLICIT,
                 ack_wait=ack_wait_s,
-                max_ack_pending=max_ack_pending,
+                max_ack_pending=_MAX_ACK_PENDING,
                 # Rarely (nats-server 2.15.1), a consumer that had reached `max_ack_pending` stays
                 # asleep after acknowledgements until the next message is published. A heartbeat
                 # wakes it too.
                 idle_heartbeat=_IDLE_HEARTBEAT_S,
             )
-            if shared:
-                # Two replicas may both find no consumer and create it. The server treats the second
-                # request as an update. If that had its own subject, the first replica would no
-                # longer receive messages.
-                config.deliver_subject = f"_INBOX.{stream}.{durable}"
             try:
                 subscription = await self.js.subscribe(
                     subject,
                     stream=stream,
                     durable=durable,
-                    queue=durable if shared else None,
                     manual_ack=True,
                     config=config,
                 )
@@ -370,3 +360,9 @@ class Bus:
 
                 hand_over(subscription, on_message)
                 return subscription
+
+    async def pull(
+        self, stream: str, durable: str, handler: Handler, *, ack_wait_s: float
+    ) -> PullConsumer:
+        """Share a stream's messages with other replicas; see `PullConsumer.open`."""
+        return await PullConsumer.open(self._link, stream, durable, handler, ack_wait_s=ack_wait_s)
