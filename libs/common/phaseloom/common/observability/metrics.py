@@ -244,6 +244,15 @@ ROUTER_LAG = _router.gauge(
     "Operations that no router has read yet; every replica reports the same number",
 )
 
+# --- Every service --------------------------------------------------------------------------------
+
+LOOP_STALLS = _Service("all").counter(
+    "loop.stalls",
+    "{callback}",
+    "service",
+    "Callbacks that used more than 50 ms of an event loop's processor time; the log shows where",
+)
+
 # --- Worker ---------------------------------------------------------------------------------------
 
 _worker = _Service("worker")

@@ -29,7 +29,7 @@ from opentelemetry import trace
 
 from phaseloom.common.contract.errors import CallerError, InternalError, PhaseloomError
 from phaseloom.common.observability import metrics, telemetry
-from phaseloom.common.process import config, diewithparent
+from phaseloom.common.process import config, diewithparent, watchdog
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ async def _serve(service: str, serve: Serve) -> int:
         measuring = config.load(metrics.MetricsConfig, "metrics")
         config.check_bounds(measuring, "metrics", {"port": (0, config.LAST_PORT)})
         async with metrics.endpoint(service, measuring):
-            with suppress(Stopped):
+            with suppress(Stopped), watchdog.watching(service):
                 await serve(stop)
         if not stop.is_set():
             raise InternalError(f"{service} ended without being asked to stop")
