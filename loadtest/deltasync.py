@@ -178,9 +178,7 @@ def _trained(
     heap = Heap(FsdpBackend.plan(deployment).heap_bytes)
     backend = FsdpBackend(deployment, heap)
     try:
-        names = [slot.name for slot in backend.version_slots]
-        is_tied = bool(backend.config.get("tie_word_embeddings"))
-        pretrained.fill(heap, backend.slots, found.directory, names=names, ties_embeddings=is_tied)
+        pretrained.fill(heap, backend.slots, spec)
         backend.weights_changed()
         adam = AdamParams(learning_rate, grad_clip_norm=1.0)
         yield _Training(backend, heap, adam, rows, tokens)

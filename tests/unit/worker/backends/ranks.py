@@ -24,7 +24,6 @@ from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.layouts import merge, split
 from phaseloom.worker.backends.base import RankGroup
-from phaseloom.worker.backends.experts import file_shapes
 from phaseloom.worker.backends.layout import plan
 from phaseloom.worker.backends.model import parameter_shapes
 from tests.support.saved import load_ranks, save_ranks
@@ -83,7 +82,7 @@ class Ranks:
     def __init__(self, spec: DeploymentSpec, directory: Path, warnings: str = "error") -> None:
         """Args: warnings: what becomes of warnings in the ranks."""
         self._layout = spec.layout
-        files = file_shapes(parameter_shapes(spec.model))
+        files = parameter_shapes(spec.model).files
         self._whole = plan(files, trainable=False).slots
         place = RankGroup(
             world_size=spec.layout.num_ranks,

@@ -133,6 +133,21 @@ def test_it_begins_as_the_base_and_peft_loads_what_was_trained(
     assert train(again, 2) == train(backend, 2)
 
 
+def test_base_may_have_experts(tmp_path: Path, started: Any) -> None:
+    """Files name its experts one by one; memory has them in one parameter."""
+    sizes: dict[str, Any] = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    }
+    directory = save_model(tmp_path / "experts", model_type="qwen3_moe", **sizes)
+    attention = replace(ADAPTER, targets=("q_proj", "v_proj"))
+    backend, _ = started(deployment(directory, adapter=attention))
+    assert largest_difference(scores(backend), of_transformers(loaded(directory))) <= 1e-5
+    losses = train(backend)
+    assert losses[-1] < losses[0]
+
+
 def test_what_peft_has_saved_is_loaded(
     directory: Path, tmp_path: Path, started: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

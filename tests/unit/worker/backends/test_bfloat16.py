@@ -295,7 +295,7 @@ def test_masters_of_a_registered_model_are_its_files_weights(tmp_path: Path) -> 
     expected = loaded(directory).state_dict()
     with running(replace(SPEC, model=model)) as (backend, heap):
         assert model.pinned is not None
-        pretrained.fill(heap, backend.slots, model.pinned, ties_embeddings=True)
+        pretrained.fill(heap, backend.slots, model)
         backend.weights_changed()
         masters = _tensors(backend, heap, ".master")
         for name, weight in _tensors(backend, heap).items():

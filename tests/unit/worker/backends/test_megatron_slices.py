@@ -18,7 +18,6 @@ from phaseloom.common.contract.specs import Adapter, Layout
 from phaseloom.common.tensors.layouts import coordinates
 from phaseloom.worker.backends import pretrained
 from phaseloom.worker.backends.batch import loss_batch
-from phaseloom.worker.backends.experts import file_shapes
 from phaseloom.worker.backends.layout import Shard, lay_out
 from phaseloom.worker.backends.lora.adapters import file_name
 from phaseloom.worker.backends.megatron.context import columns, share_of
@@ -70,7 +69,7 @@ def count_elements(held: Iterable[tuple[str, Shard]], seen: dict[str, Any]) -> N
 @pytest.mark.parametrize("name", [*CONFIGS, "experts"])
 def test_ranks_together_hold_every_element_and_no_other(name: str) -> None:
     model = spec(model=CONFIGS.get(name, EXPERTS)).model
-    sizes, shapes = sizes_of(model_config(model)), file_shapes(parameter_shapes(model))
+    sizes, shapes = sizes_of(model_config(model)), parameter_shapes(model).files
     for layout in layouts() if name in CONFIGS else expert_layouts():
         check_sizes(sizes, layout)
         seen = {each: np.zeros(shape, dtype=int) for each, shape in shapes.items()}
@@ -127,14 +126,14 @@ def test_rank_reads_its_slices_of_a_registered_model(layout: Layout, tmp_path: P
     model = pinned(directory)
     assert model.pinned is not None
     expected = loaded(directory).state_dict()
-    sizes, names = sizes_of(model_config(model)), [*parameter_shapes(model)]
+    sizes = sizes_of(model_config(model))
     for rank in range(layout.num_ranks):
         held = parameters(sizes, Place(layout, coordinates(rank, layout)))
         shards = {name: shard for slices in held.values() for name, shard in slices.items()}
         region = lay_out(shards, trainable=False).weights
         heap = Heap(region.stop)
         slots = [*region.slots.values()]
-        pretrained.fill(heap, slots, model.pinned, names=names, ties_embeddings=True)
+        pretrained.fill(heap, slots, model)
         for name, view in HeapTensors(heap).views(region).items():
             start = shards[name].start or [0] * len(shards[name].shape)
             where = zip(start, shards[name].shape, strict=True)

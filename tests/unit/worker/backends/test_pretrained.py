@@ -39,8 +39,7 @@ def filled(model: ModelSpec, ranks: RankGroup | None = None) -> tuple[list[Tenso
     layout = plan(parameter_shapes(model), trainable=False, ranks=ranks or RankGroup())
     heap = Heap(layout.heap_bytes)
     assert model.pinned is not None
-    is_tied = bool(model.config["tie_word_embeddings"])
-    pretrained.fill(heap, layout.slots, model.pinned, ties_embeddings=is_tied)
+    pretrained.fill(heap, layout.slots, model)
     return layout.slots, heap
 
 
@@ -71,7 +70,7 @@ def test_ranks_hold_what_transformers_loads(
     expected = loaded(directory).state_dict()
     with running(deployment(model, backend)) as (built, heap):
         assert model.pinned is not None
-        pretrained.fill(heap, built.slots, model.pinned, ties_embeddings=True)
+        pretrained.fill(heap, built.slots, model)
         weights = [slot for slot in built.slots if slot.role is Role.WEIGHT]
         assert weights
         for slot in weights:
@@ -85,7 +84,7 @@ def test_generation_is_that_of_transformers(directory: Path) -> None:
     prompt = [1, 5, 9]
     with running(deployment(model)) as (built, heap):
         assert model.pinned is not None
-        pretrained.fill(heap, built.slots, model.pinned, ties_embeddings=True)
+        pretrained.fill(heap, built.slots, model)
         greedy = SamplingParams(8, temperature=0.0, ignore_eos=True)
         (result,) = generate(built, Generate([Prompt(prompt)], greedy))
     expected = loaded(directory).generate(
@@ -124,7 +123,7 @@ def test_weights_of_bfloat16_are_rounded_and_their_masters_are_not(
     exact = loaded(directory).state_dict()
     with running(deployment(model, "fsdp")) as (built, heap):
         assert model.pinned is not None
-        pretrained.fill(heap, built.slots, model.pinned, ties_embeddings=True)
+        pretrained.fill(heap, built.slots, model)
         built.weights_changed()
         slots = {slot.name: slot for slot in built.slots}
         for name in parameter_shapes(model):
@@ -228,7 +227,7 @@ def test_model_is_never_in_memory_twice(tmp_path: Path) -> None:
     state = torch.random.get_rng_state()
     with running(deployment(model)) as (built, heap):
         assert model.pinned is not None
-        pretrained.fill(heap, built.slots, model.pinned, ties_embeddings=True)
+        pretrained.fill(heap, built.slots, model)
         assert _peak_bytes() - before_bytes < 1.8 * heap.num_bytes
         assert heap.resident_bytes() > 0.9 * heap.num_bytes > 50e6
     assert torch.equal(torch.random.get_rng_state(), state), "nothing is drawn"

@@ -111,7 +111,7 @@ def test_sampler_stops_at_a_string_of_the_models_own_tokenizer(
     args = Generate([Prompt([1, 2, 3], seed=4)], SamplingParams(60, ignore_eos=True))
     with running(DeploymentSpec("sampler", "rollout", "sampler", model)) as (backend, heap):
         assert model.pinned is not None
-        pretrained.fill(heap, backend.slots, model.pinned, ties_embeddings=True)
+        pretrained.fill(heap, backend.slots, model)
         ((whole,),) = generate(backend, args)[0].sequences
         tokens = int32s(whole.tokens)
         texts = [pieces[token] for token in tokens]

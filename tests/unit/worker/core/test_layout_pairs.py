@@ -29,7 +29,7 @@ from phaseloom.common.tensors.resharding import (
 )
 from phaseloom.statemgr.transfer.assignment import Assignment, Peer
 from phaseloom.statemgr.transfer.tensorslices import Box
-from phaseloom.worker.backends.experts import file_shapes
+from phaseloom.worker.backends.filetensors import ParameterShapes
 from phaseloom.worker.backends.layout import plan
 from phaseloom.worker.backends.megatron.slices import Sizes, check_sizes, sizes_of
 from phaseloom.worker.backends.model import model_config, parameter_shapes
@@ -60,10 +60,10 @@ _SIZE = st.sampled_from([1, 2, 4])
 
 
 @functools.cache
-def _model(name: str) -> tuple[Sizes, dict[str, Sequence[int]]]:
+def _model(name: str) -> tuple[Sizes, ParameterShapes]:
     """A model's sizes, and its parameters' shapes in a trainer's memory."""
     model = spec(model=CONFIGS[name]).model
-    return sizes_of(model_config(model)), dict(parameter_shapes(model))
+    return sizes_of(model_config(model)), parameter_shapes(model)
 
 
 @st.composite
@@ -111,7 +111,7 @@ def test_every_byte_of_any_rank_is_exact_and_crosses_to_a_site_once(
     it."""
     name = data.draw(st.sampled_from(sorted(CONFIGS)))
     source, target, other = (data.draw(each(name)) for each in (*PAIRS[pair], PAIRS[pair][1]))
-    shapes = file_shapes(_model(name)[1])
+    shapes = _model(name)[1].files
     contents, whole = contents_of(shapes), plan(shapes, trainable=False).slots
     version = Version(source, contents)
     num_nodes = data.draw(st.integers(1, 3))

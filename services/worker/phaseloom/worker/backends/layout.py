@@ -7,7 +7,7 @@ heap.
 All backends follow one rule. Regions follow one another, and each holds the parameters at 64-byte
 offsets in the same order: by name, unless a runtime fuses parameters (see `megatron`). So the
 weights region has the same bytes in a policy, a sampler and a weights version (for experts see
-`experts`), and each region doubles as one flat tensor for elementwise work. The padding between
+`filetensors`), and each region doubles as one flat tensor for elementwise work. The padding between
 tensors is zero and stays zero. With several ranks, each heap holds the rank's shards, padded to the
 same size on all ranks. Pure; no torch.
 
@@ -28,7 +28,7 @@ from phaseloom.common.tensors import layouts
 from phaseloom.common.tensors.resharding import item_bytes
 from phaseloom.worker.backends.base import ALONE, RankGroup
 from phaseloom.worker.backends.capabilities import CAPABILITIES
-from phaseloom.worker.backends.experts import file_slots
+from phaseloom.worker.backends.filetensors import ParameterShapes, Parts, file_slots
 from phaseloom.worker.state.heap import align
 
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
@@ -48,11 +48,12 @@ class Region:
     stop: int
     slots: Mapping[str, TensorSlot]
     dtype: str = FLOAT32
+    parts: Parts = field(default_factory=dict)
 
     @property
     def files(self) -> list[TensorSlot]:
-        """The region's tensors, with the names and in the order of files; see `experts`."""
-        return file_slots(self.slots)
+        """The region's tensors, with the names and in the order of files; see `filetensors`."""
+        return file_slots(self.slots, self.parts)
 
 
 @dataclass(frozen=True)
@@ -226,10 +227,11 @@ def plan(
 
     Args: shapes: shapes of the whole parameters.
           dtype: dtype of the weights.
-    Raises: CallerError: FAILED_PRECONDITION: an expert's projection has an unaligned size.
+    Raises: CallerError: FAILED_PRECONDITION: a tensor of files would not be aligned.
     """
     shards = {name: shard(shapes[name], ranks) for name in sorted(shapes)}
-    return lay_out(shards, trainable=trainable, optimizer_on=optimizer_on, dtype=dtype)
+    parts = shapes.parts if isinstance(shapes, ParameterShapes) else {}
+    return lay_out(shards, trainable=trainable, optimizer_on=optimizer_on, dtype=dtype, parts=parts)
 
 
 def lay_out(
@@ -238,21 +240,29 @@ def lay_out(
     trainable: bool,
     optimizer_on: OptimizerOn = OptimizerOn.DEVICE,
     dtype: str = FLOAT32,
+    parts: Parts | None = None,
 ) -> Layout:
-    """Lay out a rank's shards in the given order, and their training state if `trainable`."""
-    weights = _region(shards, 0, Role.WEIGHT, "", dtype)
-    file_slots(weights.slots)  # raises if a slot cannot be aligned
+    """Lay out a rank's shards in the given order, and their training state if `trainable`.
+
+    Args: parts: the tensors that files have for some of the parameters.
+    """
+
+    def region(start: int, role: Role, suffix: str, dtype: str = FLOAT32) -> Region:
+        return _region(shards, start, role, suffix, dtype=dtype, parts=parts or {})
+
+    weights = region(0, Role.WEIGHT, "", dtype)
+    file_slots(weights.slots, weights.parts)  # raises if a slot cannot be aligned
     if not trainable:
         return Layout(weights)
     masters = None
     if dtype != FLOAT32:
-        masters = _region(shards, weights.stop, Role.OPTIMIZER, MASTER)
-    gradients = _region(shards, (masters or weights).stop, Role.GRADIENT, ".grad")
+        masters = region(weights.stop, Role.OPTIMIZER, MASTER)
+    gradients = region((masters or weights).stop, Role.GRADIENT, ".grad")
     is_on_host = optimizer_on is OptimizerOn.HOST
     # In host memory, the optimizer's part begins behind the heap's copy.
     start = host_start(gradients.stop) if is_on_host else gradients.stop
-    exp_avg = _region(shards, start, Role.OPTIMIZER, ".exp_avg")
-    exp_avg_sq = _region(shards, exp_avg.stop, Role.OPTIMIZER, ".exp_avg_sq")
+    exp_avg = region(start, Role.OPTIMIZER, ".exp_avg")
+    exp_avg_sq = region(exp_avg.stop, Role.OPTIMIZER, ".exp_avg_sq")
     step = TensorSlot(STEP, Role.OPTIMIZER, FLOAT32, [], exp_avg_sq.stop, FLOAT32_BYTES)
     return Layout(
         weights, TrainingLayout(masters, gradients, exp_avg, exp_avg_sq, step, is_on_host)
@@ -260,7 +270,7 @@ def lay_out(
 
 
 def _region(
-    shards: Mapping[str, Shard], start: int, role: Role, suffix: str, dtype: str = FLOAT32
+    shards: Mapping[str, Shard], start: int, role: Role, suffix: str, *, dtype: str, parts: Parts
 ) -> Region:
     slots: dict[str, TensorSlot] = {}
     offset = start
@@ -278,4 +288,4 @@ def _region(
             start=part.start,
         )
         offset = align(offset + prod(part.padded_shape) * item)
-    return Region(start, offset, dict(sorted(slots.items())), dtype)
+    return Region(start, offset, dict(sorted(slots.items())), dtype, parts)

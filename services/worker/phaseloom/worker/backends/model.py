@@ -28,8 +28,10 @@ from phaseloom.worker.backends.architectures import (
     check_attention,
     check_model_type,
 )
+from phaseloom.worker.backends.filetensors import ParameterShapes
 from phaseloom.worker.backends.layout import BFLOAT16, FLOAT32, Region
 from phaseloom.worker.backends.lora.adapters import LowRank, adapt, adapter_config, own_parameters
+from phaseloom.worker.backends.modelnames import ModelNames, saved_shapes
 from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor
 
 TORCH_DTYPES: Final = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}
@@ -124,13 +126,20 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
         return _from_config(config)
 
 
-def parameter_shapes(spec: ModelSpec) -> dict[str, list[int]]:
+def parameter_shapes(spec: ModelSpec) -> ParameterShapes:
     """Return the shapes of a deployment's own parameters (`own_parameters`). Allocates nothing."""
     with torch.device("meta"):
         model = _from_config(model_config(spec))
-        if spec.adapter is not None:
-            adapt(model, spec.adapter)
-    return {name: list(parameter.shape) for name, parameter in own_parameters(model).items()}
+        if spec.adapter is None:
+            return saved_shapes(model)
+        adapt(model, spec.adapter)
+    return ParameterShapes({name: each.shape for name, each in own_parameters(model).items()})
+
+
+def model_names(spec: ModelSpec) -> ModelNames:
+    """Return the names of a model's tensors in files, without an adapter's. Allocates nothing."""
+    with torch.device("meta"):
+        return ModelNames(_from_config(model_config(spec)))
 
 
 def adapted_weights(spec: ModelSpec) -> dict[str, str]:

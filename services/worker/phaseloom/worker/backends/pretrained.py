@@ -12,9 +12,9 @@ weights are read from the files too, so they lose nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Final
@@ -24,73 +24,55 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
-from phaseloom.common.contract.specs import ModelDirectory
+from phaseloom.common.contract.specs import ModelDirectory, ModelSpec
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.uncachedfile import UncachedFile
-from phaseloom.worker.backends.layout import MASTER
+from phaseloom.worker.backends.layout import FLOAT32_BYTES, MASTER
+from phaseloom.worker.backends.model import model_names
+from phaseloom.worker.backends.modelnames import ModelNames, Stored
 from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor
 
 _PIECE_BYTES = 16 * 2**20
 _SUFFIX = ".safetensors"
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """The dtypes that can be read, by their names in safetensors."""
-_TIED: Final = {"lm_head.weight": "model.embed_tokens.weight"}
-"""Name of a head → name of its embedding. If the two are tied, a file may contain either or both;
-the loaded model always has the embedding."""
-_DERIVED = ".rotary_emb.inv_freq"
-"""Suffix of buffers that old files contain and that models compute themselves."""
 
 
-def fill(
-    heap: DeviceMemory,
-    slots: Iterable[TensorSlot],
-    directory: ModelDirectory,
-    *,
-    names: Collection[str] = (),
-    ties_embeddings: bool,
-) -> None:
+def fill(heap: DeviceMemory, slots: Iterable[TensorSlot], model: ModelSpec) -> None:
     """Fill the weights of a heap and their masters. Gradients and moments stay unchanged.
 
     Args and Raises: as `fill_memory`.
     """
-    memory = as_tensor(heap)
-    fill_memory(memory, slots, directory, names=names, ties_embeddings=ties_embeddings)
+    fill_memory(as_tensor(heap), slots, model)
 
 
-def fill_memory(
-    memory: torch.Tensor,
-    slots: Iterable[TensorSlot],
-    directory: ModelDirectory,
-    *,
-    names: Collection[str] = (),
-    ties_embeddings: bool,
-) -> None:
+def fill_memory(memory: torch.Tensor, slots: Iterable[TensorSlot], model: ModelSpec) -> None:
     """Fill the weights in this memory and their masters.
 
     Args: memory: uint8.
           slots: the tensors in it.
-          names: names of all the model's weights, if the memory holds only some of them.
-          ties_embeddings: whether the model's head is its embedding.
+          model: the registered model. An adapter is ignored.
     Raises: CallerError: the files belong to another model: a tensor is missing, is not a parameter,
              or has another shape or an unreadable dtype.
-            ResourceError: DATA_LOSS: a file cannot be read.
+            ResourceError: DATA_LOSS: a file cannot be read, or changed while it was read.
     """
+    directory, names = model.pinned, model_names(model)
+    assert directory is not None
     all_slots = [*slots]
     weights = [slot for slot in all_slots if slot.role is Role.WEIGHT]
     masters = {
         slot.name.removesuffix(MASTER): slot for slot in all_slots if slot.name.endswith(MASTER)
     }
     with ExitStack() as stack:
-        sources = _open(directory, stack)
-        expected = {*names} or {slot.name for slot in weights}
-        matched = _matched(expected, sources, ties_embeddings=ties_embeddings)
-        for slot in weights:
-            _check(slot, matched[slot.name])
+        matched = _matched(names, _open(directory, stack))
         try:
             for slot in weights:
-                _read(slot, matched[slot.name], memory)
+                source, *copies = matched[slot.name]
+                _read(slot, source, memory)
                 if slot.name in masters:
-                    _read(masters[slot.name], matched[slot.name], memory)
+                    _read(masters[slot.name], source, memory)
+                for copy in copies:
+                    _check_equal(slot, source, copy)
         except OSError as error:
             raise _unreadable(Path(directory.path), error) from error
 
@@ -119,6 +101,11 @@ class _Source:
             self.offset + rows.start * row_bytes, (rows.stop - rows.start) * row_bytes
         )
         return torch.frombuffer(content, dtype=dtype).view(-1, *row_shape)[:, *index[1:]]
+
+    def part(self, first: int, shape: list[int]) -> _Source:
+        """Return a run of the tensor as a tensor. Args: first: index of the run's first element."""
+        item_bytes = _DTYPES[self.dtype].itemsize
+        return replace(self, offset=self.offset + first * item_bytes, shape=shape)
 
 
 def _open(directory: ModelDirectory, stack: ExitStack) -> dict[str, _Source]:
@@ -158,51 +145,65 @@ def _tensors_in(path: Path, file: UncachedFile) -> dict[str, _Source]:
     }
 
 
-def _matched(
-    expected: set[str], sources: Mapping[str, _Source], *, ties_embeddings: bool
-) -> dict[str, _Source]:
-    """Return each parameter's tensor in the files.
+def _matched(names: ModelNames, sources: Mapping[str, _Source]) -> dict[str, list[_Source]]:
+    """Return where the files have each tensor. Tied tensors may be there twice.
 
-    Raises: CallerError: a parameter or a tensor has no match.
+    Raises: CallerError: a tensor is missing, or belongs to no parameter.
     """
-    by_name = {name: tensor for name, tensor in sources.items() if not name.endswith(_DERIVED)}
-    if ties_embeddings:
-        for head, embedding in _TIED.items():
-            tensor = by_name.pop(head, None)
-            if tensor is not None:
-                by_name.setdefault(embedding, tensor)
-    if missing := sorted(expected - by_name.keys()):
+    places, unmatched = names.locate(sources)
+    if missing := sorted(names.shapes.files.keys() - places.keys()):
         raise _another_model(f"its files lack {_listed(missing)}")
-    if extra := sorted(by_name.keys() - expected):
-        raise _another_model(f"its files contain {_listed(extra)}, which the architecture lacks")
-    return by_name
-
-
-def _check(slot: TensorSlot, source: _Source) -> None:
-    shape, dtype = source.shape, source.dtype
-    expected = slot.global_shape or slot.shape
-    if shape != expected:
-        raise _another_model(f"expected {slot.name} with shape {expected}, got {shape}")
-    if dtype not in _DTYPES:
+    if unmatched:
         raise _another_model(
-            f"{slot.name} has the unsupported dtype {dtype}",
+            f"its files contain {_listed(unmatched)}, which the architecture lacks"
+        )
+    matched: dict[str, list[_Source]] = {}
+    for name, shape in names.shapes.files.items():
+        for place in places[name]:
+            source = sources[place.name]
+            _check_stored(place, source)
+            matched.setdefault(name, []).append(source.part(place.first, shape))
+    return matched
+
+
+def _check_stored(place: Stored, source: _Source) -> None:
+    if source.shape != place.shape:
+        raise _another_model(f"expected {place.name} with shape {place.shape}, got {source.shape}")
+    if source.dtype not in _DTYPES:
+        raise _another_model(
+            f"{place.name} has the unsupported dtype {source.dtype}",
             remedy=f"convert it to one of {', '.join(_DTYPES)}",
         )
+
+
+def _check_equal(slot: TensorSlot, source: _Source, copy: _Source) -> None:
+    """Check that the files have the same values twice for tied tensors. `transformers` would not
+    tie others, whatever the config says."""
+    for piece in _pieces(slot, FLOAT32_BYTES):
+        index = _index(slot, piece)
+        # Both files may be one, whose next read overwrites what the last one returned.
+        if not torch.equal(source.read(index).clone(), copy.read(index)):
+            raise _another_model(
+                f"the config ties two tensors, but the files have different values for {slot.name}",
+                remedy="set tie_word_embeddings to false in config.json, and register it again",
+            )
 
 
 def _read(slot: TensorSlot, source: _Source, memory: torch.Tensor) -> None:
     """Read a rank's slice of a tensor into its slot, piece by piece."""
     dtype: torch.dtype = getattr(torch, slot.dtype)
     view = memory[slot.offset : slot.offset + slot.num_bytes].view(dtype).view(slot.shape)
-    if view.numel() == 0:
-        return
     for piece in _pieces(slot, dtype.itemsize):
-        start = slot.start or [0] * len(piece)
-        index = tuple(
-            slice(first + dimension.start, first + dimension.stop)
-            for first, dimension in zip(start, piece, strict=True)
-        )
-        view[piece].copy_(source.read(index))
+        view[piece].copy_(source.read(_index(slot, piece)))
+
+
+def _index(slot: TensorSlot, piece: tuple[slice, ...]) -> tuple[slice, ...]:
+    """Return where the whole tensor has a piece of a rank's slice."""
+    start = slot.start or [0] * len(piece)
+    return tuple(
+        slice(first + dimension.start, first + dimension.stop)
+        for first, dimension in zip(start, piece, strict=True)
+    )
 
 
 def _pieces(slot: TensorSlot, item_bytes: int) -> Iterator[tuple[slice, ...]]:
@@ -210,6 +211,8 @@ def _pieces(slot: TensorSlot, item_bytes: int) -> Iterator[tuple[slice, ...]]:
     total."""
     if not slot.shape:
         yield ()
+        return
+    if not prod(slot.shape):
         return
     row_bytes = prod((slot.global_shape or slot.shape)[1:]) * item_bytes
     step = max(1, _PIECE_BYTES // max(1, row_bytes))

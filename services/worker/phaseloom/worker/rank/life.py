@@ -28,7 +28,7 @@ from phaseloom.common.contract.errors import (
     ResourceError,
     unexpected_error,
 )
-from phaseloom.common.contract.specs import ModelDirectory, ModelSpec
+from phaseloom.common.contract.specs import ModelSpec
 from phaseloom.common.contract.state_rank import Done
 from phaseloom.common.observability import telemetry
 from phaseloom.common.process import config, lifecycle
@@ -321,19 +321,17 @@ async def _fill(
     if settings.checkpoint:
         await state.commit_checkpoint(settings.checkpoint, settings.applied)
         return
-    files, adapter = settings.spec.model.pinned, settings.spec.model.adapter
+    model = settings.spec.model
     # an adapter starts from its seed on the registered base
-    if files is not None and adapter is None:
-        await ranks.on_device_thread(lambda: _read_files(heap, executor.backend, files))
+    if model.pinned is not None and model.adapter is None:
+        await ranks.on_device_thread(lambda: _read_files(heap, executor.backend, model))
     await state.commit_initial(settings.applied)
 
 
-def _read_files(heap: DeviceMemory, backend: Backend, files: ModelDirectory) -> None:
+def _read_files(heap: DeviceMemory, backend: Backend, model: ModelSpec) -> None:
     from phaseloom.worker.backends import pretrained  # imports torch
 
-    is_tied = bool(backend.config.get("tie_word_embeddings"))
-    names = [slot.name for slot in backend.version_slots]
-    pretrained.fill(heap, backend.slots, files, names=names, ties_embeddings=is_tied)
+    pretrained.fill(heap, backend.slots, model)
     backend.weights_changed()
 
 

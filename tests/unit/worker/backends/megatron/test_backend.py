@@ -35,8 +35,8 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import GroupBroken, RankGroup
 from phaseloom.worker.backends.batch import loss_batch, without_loss
-from phaseloom.worker.backends.experts import file_tensors
 from phaseloom.worker.backends.model import build_model
+from phaseloom.worker.backends.modelnames import saved_shapes
 from phaseloom.worker.backends.packing import passes
 from phaseloom.worker.state.heap import Heap
 from tests.support.megatron import EXPERTS, spec, tiny
@@ -95,9 +95,11 @@ SMALL = {
 Tensors = Mapping[str, torch.Tensor]
 
 
-def by_file(named: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
-    """A model's tensors as files name them: experts one by one."""
-    return dict(part for name, tensor in named for part in file_tensors(name, tensor))
+def by_file(model: Any, named: Iterable[tuple[str, torch.Tensor]] | None = None) -> Tensors:
+    """A model's parameters, or tensors of their names, as files name them: experts one by one."""
+    shapes = saved_shapes(model)
+    named = model.named_parameters() if named is None else named
+    return dict(part for name, tensor in named for part in shapes.split(name, tensor))
 
 
 @contextmanager
@@ -201,21 +203,21 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         weight_decay=adam.weight_decay,
     )
     with ranks_of(deployment, tmp_path) as ranks:
-        fill(ranks, by_file(model.named_parameters()))
+        fill(ranks, by_file(model))
         for args in lessons():
             expected = plain_loss(model, args)
             torch.autograd.backward(expected)
             metrics = ranks.forward_backward(args).metrics
             assert metrics["loss:sum"] == pytest.approx(expected.item(), rel=1e-4, abs=1e-4)
         named = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
-        gradients = by_file(named)
+        gradients = by_file(model, named)
         error, where = worst(ranks, gradients, Role.GRADIENT, ".grad")
         assert error <= 1e-5, where
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), adam.grad_clip_norm)
         stepped = ranks.optim_step(STEP).metrics
         assert stepped["grad_norm:mean"] == pytest.approx(float(norm), rel=1e-5)
         optimizer.step()
-        error, where = worst(ranks, by_file(model.named_parameters()), Role.WEIGHT)
+        error, where = worst(ranks, by_file(model), Role.WEIGHT)
         assert error <= 1e-3, where
 
 
@@ -273,12 +275,12 @@ def test_version_and_checkpoint_are_those_of_any_other_backend(name: str, tmp_pa
             take(sampler, memory, 0, version)
             assert sampler.weights_sha256() == ranks.weights_sha256()
         loaded = AutoModelForCausalLM.from_pretrained(saved)
-        error, where = worst(ranks, by_file(loaded.named_parameters()), Role.WEIGHT)
+        error, where = worst(ranks, by_file(loaded), Role.WEIGHT)
         assert error == 0, where
         ranks.forward_backward(lessons()[1])
         ranks.optim_step(STEP)
         trained_on = AutoModelForCausalLM.from_pretrained(again)
-        error, where = worst(ranks, by_file(trained_on.named_parameters()), Role.WEIGHT)
+        error, where = worst(ranks, by_file(trained_on), Role.WEIGHT)
         assert error <= 1e-3, where
         ranks.load(again)
         assert ranks.weights_sha256() == trained

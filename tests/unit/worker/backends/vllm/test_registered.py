@@ -78,9 +78,7 @@ def filled(directory: Path, dtype: str) -> Backend:
     backend = factory(spec, heap)
     _kept.append((backend, heap))
     assert model.pinned is not None
-    names = [slot.name for slot in backend.version_slots]
-    is_tied = bool(backend.config["tie_word_embeddings"])
-    pretrained.fill(heap, backend.slots, model.pinned, names=names, ties_embeddings=is_tied)
+    pretrained.fill(heap, backend.slots, model)
     backend.weights_changed()
     assert {slot.dtype for slot in backend.slots} == {dtype}
     return backend

@@ -43,7 +43,6 @@ from phaseloom.worker.backends.batch import (
     loss_batch,
 )
 from phaseloom.worker.backends.capabilities import kinds_of
-from phaseloom.worker.backends.experts import file_shapes
 from phaseloom.worker.backends.fsdp.parameters import (
     move_parameters,
     precision,
@@ -112,8 +111,7 @@ class FsdpBackend(TrainingBackend):
         self._tensors = HeapTensors(heap)
         self.slots = self._layout.slots
         self.host_bytes = self._layout.host_bytes
-        files = file_shapes(self._shapes)
-        self.version_slots = plan(files, trainable=False, dtype=self._dtype).slots
+        self.version_slots = plan(self._shapes.files, trainable=False, dtype=self._dtype).slots
         self.holdings: Sequence[Holding] = [
             holding_of(_layout(spec, self._shapes, replace(ranks, rank=rank)).slots)
             for rank in range(ranks.world_size)

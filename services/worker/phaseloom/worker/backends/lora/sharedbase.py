@@ -133,9 +133,7 @@ def _write(path: Path, spec: ModelSpec, slots: Sequence[TensorSlot], num_bytes: 
                 pretrained.fill_memory(
                     torch.frombuffer(mapping, dtype=torch.uint8),
                     slots,
-                    spec.pinned,
-                    names=parameter_shapes(replace(spec, adapter=None)),
-                    ties_embeddings=bool(spec.config.get("tie_word_embeddings")),
+                    spec,
                 )
         # Nothing may write to weights that other ranks have mapped.
         draft.chmod(0o400)

@@ -48,7 +48,6 @@ from phaseloom.worker.backends.batch import (
     loss_batch,
 )
 from phaseloom.worker.backends.capabilities import kinds_of
-from phaseloom.worker.backends.experts import file_shapes, file_tensors
 from phaseloom.worker.backends.gathering import owned, weights_digest
 from phaseloom.worker.backends.layout import Layout, Shard, check_layout, lay_out, plan
 from phaseloom.worker.backends.lora.adapters import own_parameters
@@ -112,8 +111,8 @@ class MegatronBackend(TrainingBackend):
         self._layout = _layout(spec, sizes, ranks.rank)
         self.slots = self._layout.slots
         self.host_bytes = self._layout.host_bytes
-        files = file_shapes(parameter_shapes(spec.model))
-        self.version_slots = plan(files, trainable=False, dtype=self._dtype).slots
+        self._shapes = parameter_shapes(spec.model)
+        self.version_slots = plan(self._shapes.files, trainable=False, dtype=self._dtype).slots
         self.holdings: Sequence[Holding] = [
             holding_of(_layout(spec, sizes, rank).slots) for rank in range(ranks.world_size)
         ]
@@ -317,7 +316,7 @@ class MegatronBackend(TrainingBackend):
         drawn_weights = dict(
             part
             for name, parameter in own_parameters(model).items()
-            for part in file_tensors(name, parameter)
+            for part in self._shapes.split(name, parameter)
         )
         box_of = self.holdings[self._ranks.rank]
         for region in regions:

@@ -46,7 +46,6 @@ from phaseloom.worker.backends.batch import (
     joined_ints,
 )
 from phaseloom.worker.backends.digest import weights_sha256
-from phaseloom.worker.backends.experts import file_shapes
 from phaseloom.worker.backends.inference import InferenceBackend, check_spec, prompt_field
 from phaseloom.worker.backends.layout import Layout, plan
 from phaseloom.worker.backends.lora.adapters import own_parameters
@@ -87,7 +86,7 @@ class SamplerBackend(InferenceBackend):
         self._layout = _layout(spec)
         self._tensors = HeapTensors(heap)
         self.slots = self._layout.slots
-        files = file_shapes(parameter_shapes(spec.model))
+        files = parameter_shapes(spec.model).files
         self.version_slots = plan(files, trainable=False, dtype=weights_dtype(spec.model)).slots
         self.holdings: Seq[Holding] = [holding_of(self.slots)] * ranks.world_size
         self._device = self._tensors.device

@@ -39,7 +39,6 @@ from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends.base import ALONE, AdapterVersion, Memory, RankGroup, Watch
 from phaseloom.worker.backends.batch import check_one_target
-from phaseloom.worker.backends.experts import is_fused
 from phaseloom.worker.backends.gathering import inside, weights_digest
 from phaseloom.worker.backends.inference import InferenceBackend, check_spec
 from phaseloom.worker.backends.layout import Layout as AdapterLayout
@@ -85,7 +84,7 @@ class VllmBackend(InferenceBackend, Member):
         check_spec(spec, ranks)
         super().__init__(spec)
         self._replica = join(spec.layout, ranks)
-        settings, shapes = settings_of(spec), parameter_shapes(spec.model)
+        settings, shapes = settings_of(spec), parameter_shapes(spec.model).files
         planned = _plan(spec, settings)
         if planned.heap_bytes != heap.num_bytes:
             raise InternalError(
@@ -265,7 +264,7 @@ class _Planned:
 
 def _plan(spec: DeploymentSpec, settings: Settings) -> _Planned:
     """Plan a rank's memory. torch's process group must be the replica's. Raises: CallerError."""
-    shapes = parameter_shapes(replace(spec.model, adapter=None))
+    shapes = parameter_shapes(replace(spec.model, adapter=None)).files
     weights = plan(settings, shapes)
     if spec.model.adapter is None:
         return _Planned(shapes, weights, None)
@@ -514,7 +513,7 @@ def settings_of(spec: DeploymentSpec) -> Settings:
 
     Raises: CallerError: the config is not supported, or the model has experts.
     """
-    if any(map(is_fused, parameter_shapes(replace(spec.model, adapter=None)))):
+    if parameter_shapes(replace(spec.model, adapter=None)).splits_parameters:
         raise CallerError(
             "the vllm backend does not support models with experts",
             field="model.config.model_type",
