@@ -216,15 +216,21 @@ class Deployment:
 
     @checked
     def publish_weights(
-        self, *, ttl_s: float = 0.0, after: Dependencies = (), timeout_s: float = 0.0
+        self,
+        *,
+        ttl_s: float = 0.0,
+        allow_nonfinite: bool = False,
+        after: Dependencies = (),
+        timeout_s: float = 0.0,
     ) -> OperationHandle[ops.PublishWeightsResult]:
         """Take an immutable version of the weights, which other deployments can sync.
 
         Args:   ttl_s: how long operations can still name the version as their `weights` after newer
                 ones are published. The time counts from now, and again from the end of each
                 operation that named the version.
+                allow_nonfinite: publish even if weights are NaN or infinite.
         """
-        args = ops.PublishWeights(ttl_s)
+        args = ops.PublishWeights(ttl_s, allow_nonfinite)
         return self._submit([args], after, ops.PublishWeightsResult, timeout_s)
 
     @checked

@@ -63,3 +63,31 @@ def test_cispo_keeps_the_gradient_where_the_ratio_is_clipped() -> None:
     torch.autograd.backward(loss)
     assert lp.grad is not None
     assert lp.grad.tolist() == pytest.approx([-1.2, 0.8])
+
+
+@pytest.mark.parametrize("gap", [85.0, 200.0])
+def test_ppo_with_an_overflowing_ratio_has_the_clipped_loss_and_no_gradient(gap: float) -> None:
+    lp = torch.tensor([-1.0, -1.0], requires_grad=True)
+    args = ForwardBackward(NO_BATCH, Loss.PPO, clip_low=0.8, clip_high=1.2)
+    loss = loss_sum(args, lp, torch.tensor([-1.0 - gap, -1.0]), torch.tensor([2.0, 1.0]))
+    torch.autograd.backward(loss)
+    assert loss.item() == pytest.approx(-1.2 * 2 - 1)
+    assert lp.grad is not None
+    assert lp.grad.tolist() == [0.0, -1.0]
+
+
+@pytest.mark.parametrize("loss", [Loss.PPO, Loss.IMPORTANCE_SAMPLING])
+def test_overflowing_ratio_without_advantage_counts_nothing(loss: Loss) -> None:
+    lp = torch.tensor([-1.0, -1.0], requires_grad=True)
+    total = loss_sum(
+        ForwardBackward(NO_BATCH, loss), lp, torch.tensor([-300.0, -1.0]), torch.tensor([0.0, 1.0])
+    )
+    torch.autograd.backward(total)
+    assert total.item() == -1.0
+    assert lp.grad is not None
+    assert lp.grad.tolist() == [0.0, -1.0]
+
+
+def test_ppo_with_an_overflowing_ratio_and_a_negative_advantage_is_infinite() -> None:
+    args = ForwardBackward(NO_BATCH, Loss.PPO)
+    assert loss_sum(args, torch.zeros(1), torch.tensor([-300.0]), -torch.ones(1)) == torch.inf

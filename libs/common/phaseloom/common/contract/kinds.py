@@ -156,6 +156,10 @@ def balanced(costs: Sequence[int], parts: int) -> list[range]:
     return [range(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
 
 
+MAX_NONFINITE = 16
+"""Tensors that an `optim_step` names as not finite."""
+
+
 def merge_metrics(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
     """Merge the metrics of all parts. The suffix of a name is its reduction: `loss:sum`,
     `norm:mean`, …
@@ -312,7 +316,11 @@ _TABLE: tuple[Kind[Any, Any], ...] = (
         is_mutating=True,
         gradients=Gradients.USES,
         check=checks.check_optim_step,
-        merge=lambda parts: ops.OptimStepResult(merge_metrics([part.metrics for part in parts])),
+        merge=lambda parts: ops.OptimStepResult(
+            merge_metrics([part.metrics for part in parts]),
+            # Each rank names the tensors of which it holds a slice.
+            sorted({name for part in parts for name in part.nonfinite_weights})[:MAX_NONFINITE],
+        ),
     ),
     Kind(
         args=ops.SaveState,

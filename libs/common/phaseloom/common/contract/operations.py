@@ -239,6 +239,8 @@ class PublishWeights(Message, frozen=True):
     are published. The time counts from the publish, and again from the end of each operation that
     named the version. 0: it cannot be named then. The version always stays while such an operation
     is open."""
+    allow_nonfinite: bool = False
+    """Whether to publish weights of which some are NaN or infinite. Otherwise they are refused."""
 
 
 class SyncWeights(Message, frozen=True):
@@ -339,6 +341,8 @@ class ForwardBackwardResult(Message, frozen=True):
 class OptimStepResult(Message, frozen=True):
     metrics: dict[str, float]
     """`grad_norm:mean`, before clipping."""
+    nonfinite_weights: list[str] = []
+    """Names of tensors that hold NaN or infinity after the step, at most 16 of them."""
 
 
 class SaveStateResult(Message, frozen=True):

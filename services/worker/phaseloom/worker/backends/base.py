@@ -104,6 +104,11 @@ Version = AdapterVersion | WholeVersion
 """Weights that an operation names, to be used instead of the deployment's own."""
 
 
+NONFINITE = "nonfinite"
+"""The stop reason of a sample whose logits are NaN or infinite. No caller sees it: the operation
+fails."""
+
+
 class Watch(Protocol):
     """The channel between a running `generate` call and the operations that it serves.
 
@@ -268,6 +273,10 @@ class Backend(Protocol):
 
     def zero_gradients(self) -> None:
         """Discard the gradients accumulated for the next step."""
+        ...
+
+    def nonfinite_weights(self) -> list[str]:
+        """Return the names of this rank's weights that hold NaN or infinity."""
         ...
 
     def weights_sha256(self) -> str:

@@ -30,6 +30,7 @@ from phaseloom.common.contract.operations import (
     SamplingParams,
 )
 from phaseloom.common.contract.specs import DeploymentSpec
+from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.batch import (
     check_positions,
@@ -40,13 +41,16 @@ from phaseloom.worker.backends.batch import (
 )
 from phaseloom.worker.backends.capabilities import kinds_of
 from phaseloom.worker.backends.layout import check_layout
-from phaseloom.worker.backends.model import max_positions, model_config, weights_dtype
+from phaseloom.worker.backends.model import HeapTensors, max_positions, model_config, weights_dtype
 from phaseloom.worker.backends.shaping import check_bad_words
 from phaseloom.worker.backends.stoptext import StopText, token_bytes
 
 
 class InferenceBackend:
     """The part of a `Backend` that depends only on the model's config."""
+
+    slots: list[TensorSlot]
+    _tensors: HeapTensors
 
     def __init__(self, spec: DeploymentSpec) -> None:
         config = model_config(spec.model)
@@ -101,6 +105,9 @@ class InferenceBackend:
 
     def optim_step(self, args: OptimStep) -> OptimStepResult:
         raise self._cannot_train("optim_step")
+
+    def nonfinite_weights(self) -> list[str]:
+        return self._tensors.nonfinite(self.slots)
 
     def zero_gradients(self) -> None:
         """Do nothing: there are no gradients."""

@@ -9,6 +9,9 @@ import torch
 
 from phaseloom.common.contract.operations import ForwardBackward, Loss
 
+_NO_OVERFLOW = 80.0
+"""A log-ratio whose exponential is finite in float32, and above every clip bound."""
+
 
 def loss_sum(
     args: ForwardBackward, lp_N: torch.Tensor, q_N: torch.Tensor, coefficient_N: torch.Tensor
@@ -21,7 +24,13 @@ def loss_sum(
         return -(coefficient_N * lp_N).sum()
     if args.loss is Loss.DRO:
         return -(coefficient_N * lp_N - args.beta / 2 * (lp_N - q_N) ** 2).sum()
-    ratio_N = torch.exp(lp_N - q_N)
+    log_ratio_N = lp_N - q_N
+    # exp overflows above 88. A masked position must not count as 0 · inf, nor a clipped one.
+    is_unused_N = coefficient_N == 0
+    if args.loss is Loss.PPO:
+        is_unused_N |= (coefficient_N > 0) & (log_ratio_N > _NO_OVERFLOW)
+    log_ratio_N = log_ratio_N.where(~is_unused_N, log_ratio_N.detach().clamp(max=_NO_OVERFLOW))
+    ratio_N = torch.exp(log_ratio_N)
     if args.loss is Loss.CISPO:
         weight_N = ratio_N.detach().clamp(args.clip_low, args.clip_high)
         return -(weight_N * coefficient_N * lp_N).sum()

@@ -189,10 +189,23 @@ class HeapTensors:
         """Return the region as one vector, including the zero padding between tensors."""
         return self._between(region.start, region.stop).view(TORCH_DTYPES[region.dtype])
 
+    def nonfinite(self, slots: Iterable[TensorSlot]) -> list[str]:
+        """Return the names of the tensors that hold NaN or infinity."""
+        return [slot.name for slot in slots if not is_finite(self.view(slot))]
+
     def _between(self, start: int, stop: int) -> torch.Tensor:
         if start < self._host_start:
             return self._bytes[start:stop]
         return self._host[start - self._host_start : stop - self._host_start]
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    if not tensor.is_floating_point():
+        return True
+    # A sum is several times as fast as a look at each number. It may overflow by itself, so the
+    # numbers decide if it is not finite.
+    total = tensor.sum(dtype=torch.float32)
+    return bool(total.isfinite()) or bool(tensor.isfinite().all())
 
 
 def as_little_endian(

@@ -17,6 +17,17 @@ import torch
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.operations import SamplingParams
 
+_GREEDY_BELOW = 1e-5
+"""A smaller temperature counts as 0, as in vLLM: dividing by it would overflow."""
+_HOTTEST = 1e30
+"""A higher temperature counts as this one: both draw uniformly, but dividing by infinity would turn
+an excluded token's -inf into NaN."""
+
+
+def temperature_of(params: SamplingParams) -> float:
+    """Return the temperature to draw at; 0 stands for taking the likeliest token."""
+    return 0.0 if params.temperature < _GREEDY_BELOW else min(params.temperature, _HOTTEST)
+
 
 def is_plain(params: SamplingParams) -> bool:
     """Return whether only the temperature shapes the distribution."""
@@ -78,18 +89,17 @@ class Shaping:
     def draw(
         self, rows_B: torch.Tensor, logits_BV: torch.Tensor, draws_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw tokens (B,) at these uniforms. Returns: the tokens and the model's log-probabilities
-        of them."""
+        """Draw tokens (B,) at these uniforms. Returns: as `with_logprobs`."""
         raw_BV = logits_BV.float()
         logprobs_BV = torch.log_softmax(raw_BV, dim=-1)
         shaped_BV = self._shaped(rows_B, raw_BV)
-        temperature = self._params.temperature
+        temperature = temperature_of(self._params)
         if temperature == 0:
             tokens_B = shaped_BV.argmax(dim=-1)
         else:
             kept_BV = _filtered(shaped_BV / temperature, self._params)
             tokens_B = inverted(torch.softmax(kept_BV, dim=-1), draws_B)
-        return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None]).flatten()
+        return with_logprobs(tokens_B, logprobs_BV)
 
     def _shaped(self, rows_B: torch.Tensor, logits_BV: torch.Tensor) -> torch.Tensor:
         params, shaped_BV = self._params, logits_BV.clone()
@@ -112,10 +122,25 @@ class Shaping:
 
 def inverted(probabilities_BV: torch.Tensor, draws_B: torch.Tensor) -> torch.Tensor:
     """Return each row's first token whose cumulative probability exceeds draw × total. The
-    comparison is strict, so a token of probability 0 is never drawn."""
+    comparison is strict, so a token of probability 0 is never drawn. A row whose probabilities are
+    NaN gets V, which is no token."""
     cdf_BV = probabilities_BV.double().cumsum(dim=-1)
     threshold_B = draws_B * cdf_BV[:, -1]
     return torch.searchsorted(cdf_BV, threshold_B[:, None], right=True).flatten()
+
+
+def with_logprobs(
+    tokens_B: torch.Tensor, logprobs_BV: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens with the model's log-probabilities of them.
+
+    A row whose numbers are not finite gets a valid token with a log-probability that is not finite.
+    """
+    last = logprobs_BV.shape[-1] - 1
+    is_token_B = tokens_B <= last
+    tokens_B = tokens_B.clamp(max=last)
+    picked_B = logprobs_BV.gather(-1, tokens_B[:, None]).flatten()
+    return tokens_B, picked_B.where(is_token_B, torch.nan)
 
 
 def _filtered(logits_BV: torch.Tensor, params: SamplingParams) -> torch.Tensor:

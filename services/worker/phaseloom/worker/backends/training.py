@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from phaseloom.common.contract.checks import check_adam
 from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.kinds import MAX_NONFINITE
 from phaseloom.common.contract.operations import (
     AdamParams,
     Forward,
@@ -30,7 +31,7 @@ from phaseloom.common.contract.operations import (
 from phaseloom.worker.backends.base import RankGroup, Watch
 from phaseloom.worker.backends.batch import logprobs_request
 from phaseloom.worker.backends.layout import Layout, Region, TrainingLayout
-from phaseloom.worker.backends.model import HeapTensors
+from phaseloom.worker.backends.model import HeapTensors, is_finite
 from phaseloom.worker.backends.optimizer import Hyperparameters, Moments, take_step
 from phaseloom.worker.backends.processgroup import Member, collective, largest
 
@@ -166,7 +167,14 @@ class TrainingBackend(Member, ABC):
         check_adam(args.adam)
         norm = self.grad_norm(training)
         training.take_step(args.adam, norm)
-        return OptimStepResult({"grad_norm:mean": norm})
+        return OptimStepResult({"grad_norm:mean": norm}, self.nonfinite_weights()[:MAX_NONFINITE])
+
+    def nonfinite_weights(self) -> list[str]:
+        weights = self._layout.weights
+        # One sum over all of them, since models have thousands of tensors.
+        if is_finite(self._tensors.flat(weights)):
+            return []
+        return self._tensors.nonfinite(weights.slots.values())
 
     def zero_gradients(self) -> None:
         if self._training is not None:

@@ -8,16 +8,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from phaseloom.common.contract.codec import MSGPACK, encode
 from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.events import StepRun
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.kinds import KINDS, Kind
-from phaseloom.common.contract.operations import Generate, Operation, Result
+from phaseloom.common.contract.operations import (
+    ForwardResult,
+    Generate,
+    GenerateResult,
+    Operation,
+    Result,
+)
 from phaseloom.common.observability.substages import combine_replicas
-from phaseloom.worker.backends.base import Version
+from phaseloom.worker.backends.base import NONFINITE, Version
 from phaseloom.worker.rank.wire import Payload, RunShare
 
 
@@ -135,6 +143,37 @@ class Clocks:
         for call, rows in self._running.items():
             call.own_s += elapsed_s * rows / num_rows
             call.has_shared |= len(self._running) > 1
+
+
+def check_numbers(result: Result | None) -> None:
+    """Check that what the model computed can be used.
+
+    A log-probability of -inf is legitimate: the model itself excludes some tokens.
+
+    Raises: CallerError: a number is NaN or +inf.
+    """
+    if isinstance(result, ForwardResult):
+        values = result.logprobs
+    elif isinstance(result, GenerateResult):
+        values = result.prompt_logprobs
+        if any(s.stop_reason == NONFINITE for group in result.sequences for s in group):
+            raise _nonfinite("the logits of a sample")
+    else:
+        return
+    for value in values:
+        numbers = np.asarray(value if isinstance(value, list) else np.frombuffer(value, "<f4"))
+        if np.isnan(numbers).any() or np.isposinf(numbers).any():
+            raise _nonfinite("log-probabilities")
+
+
+def _nonfinite(label: str) -> CallerError:
+    return CallerError(
+        f"{label} are NaN or infinite",
+        code=Code.FAILED_PRECONDITION,
+        field="args",
+        remedy="use weights that are finite: these may come from a training that diverged; and use "
+        "less extreme sampling parameters",
+    )
 
 
 def requests_of(calls: Sequence[DeviceCall]) -> list[Generate]:

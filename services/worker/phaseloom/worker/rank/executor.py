@@ -20,6 +20,7 @@ from phaseloom.common.contract.operations import (
     Generate,
     LoadState,
     LoadStateResult,
+    PublishWeights,
     Result,
     SaveState,
     SyncWeights,
@@ -126,6 +127,21 @@ class Executor:
         """
         self.check(args)
         return self.finish(args, [self.compute(args, version)])
+
+    def check_publish(self, args: PublishWeights) -> None:
+        """Check that this rank's weights may be published. Called in the device thread.
+
+        Raises: CallerError: some are NaN or infinite, and `args` does not allow it.
+        """
+        nonfinite = [] if args.allow_nonfinite else self.backend.nonfinite_weights()
+        if nonfinite:
+            raise CallerError(
+                f"{len(nonfinite)} tensors hold NaN or infinity, such as {nonfinite[0]}",
+                code=Code.FAILED_PRECONDITION,
+                field="args.allow_nonfinite",
+                remedy="load the last good checkpoint and lower the learning rate, or publish with "
+                "allow_nonfinite=True",
+            )
 
     def finish(self, args: Args, shares: Sequence[Result]) -> Result:
         """Merge the results of all ranks, in rank order, into the operation's result."""

@@ -311,6 +311,7 @@ class Follower:
         """Run this rank's part of the first call, which changes nothing. Raises: PhaseloomError."""
         self._fetched = None
         if isinstance(args, PublishWeights):
+            await self.ranks.on_device_thread(lambda: self.executor.check_publish(args))
             return PartWritten(await self.weights.write(self._published(permit)))
         deployment = self.settings.deployment
         version = VersionKey(

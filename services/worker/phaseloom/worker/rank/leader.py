@@ -61,7 +61,7 @@ from phaseloom.common.observability import telemetry
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.retry import until_done
 from phaseloom.common.transport.stored import Stored
-from phaseloom.worker.rank.calls import DeviceCall
+from phaseloom.worker.rank.calls import DeviceCall, check_numbers
 from phaseloom.worker.rank.devicequeue import DeviceQueue
 from phaseloom.worker.rank.executor import (
     Executor,
@@ -396,14 +396,16 @@ class Leader:
                 call.version = await self._weights.read(args, call.permit)
             except PhaseloomError as error:
                 raise unavailable_error(error.info) from error
-            return await self.queue.run(call)
+            result = await self.queue.run(call)
+            check_numbers(result)
+            return result
         self.executor.check(args)
         return await self._move_state(call, args, batch)
 
     async def _move_state(self, call: DeviceCall, args: Args, batch: _PermitBatch) -> Result | None:
         match args:
             case PublishWeights():
-                return await self._state_operations.publish(call)
+                return await self._state_operations.publish(call, args)
             case SyncWeights():
                 return await self._state_operations.sync(call, args)
             case SaveState():

@@ -27,6 +27,7 @@ from phaseloom.common.contract.operations import (
     DeleteCheckpointResult,
     LoadState,
     LoadStateResult,
+    PublishWeights,
     PublishWeightsResult,
     SaveState,
     SaveStateResult,
@@ -73,7 +74,7 @@ class StateOperations:
     def __post_init__(self) -> None:
         self.weights = RankWeights(self.settings, self.state.versions, self.executor)
 
-    async def publish(self, call: DeviceCall) -> PublishWeightsResult:
+    async def publish(self, call: DeviceCall, args: PublishWeights) -> PublishWeightsResult:
         """Run a `publish_weights`.
 
         Raises: OperationRefused: nothing was published. RanksDiverged: only some of the ranks have
@@ -83,18 +84,21 @@ class StateOperations:
         assert seq is not None
         version = VersionKey(self.settings.deployment, seq)
         try:
-            copy = await self._write_version(call, version)
+            copy = await self._write_version(call, args, version)
         except PhaseloomError as error:
             raise OperationRefused(error.info) from error
         return PublishWeightsResult(seq, copy.digest, copy.num_bytes)
 
-    async def _write_version(self, call: DeviceCall, version: VersionKey) -> VersionCopy:
+    async def _write_version(
+        self, call: DeviceCall, args: PublishWeights, version: VersionKey
+    ) -> VersionCopy:
         """Write this deployment's weights as a version.
 
         Raises: PhaseloomError: nothing was written. RanksDiverged: only some of the ranks have
                  written.
         """
         weights = self.weights
+        await self.ranks.on_device_thread(lambda: self.executor.check_publish(args))
         if self.ranks.is_alone:
             return await self.state.versions.create(version, self.executor.weight_slots)
         local_part, peer_results = await self._prepare_all(weights.write(version), call)

@@ -19,8 +19,15 @@ import torch
 from msgspec.structs import replace
 
 from phaseloom.common.contract.operations import DrawnTokens, SamplingParams, Sequence
+from phaseloom.worker.backends.base import NONFINITE
 from phaseloom.worker.backends.rng import uniforms
-from phaseloom.worker.backends.shaping import Shaping, inverted, is_plain
+from phaseloom.worker.backends.shaping import (
+    Shaping,
+    inverted,
+    is_plain,
+    temperature_of,
+    with_logprobs,
+)
 from phaseloom.worker.backends.stoptext import StopText
 
 
@@ -99,8 +106,8 @@ class Rows:
         self._draws_RI = torch.zeros(num_rows, limit, dtype=torch.float64)
         self._is_stop_QV = torch.zeros(len(samplings), vocab_size, dtype=torch.bool)
         self._shapings = [_shaping(sampling, vocab_size) for sampling in samplings]
-        self._temperatures = sorted({sampling.params.temperature for sampling in samplings})
-        which = [self._temperatures.index(sampling.params.temperature) for sampling in samplings]
+        self._temperatures = sorted({temperature_of(sampling.params) for sampling in samplings})
+        which = [self._temperatures.index(temperature_of(s.params)) for s in samplings]
         self._temperature_R = torch.tensor(which)[self._sampling_R]
         self._texts: dict[int, StopText] = {}
         start = 0
@@ -233,6 +240,8 @@ class Rows:
     def accept(self, logits_BV: torch.Tensor) -> None:
         """Draw the next token of every row. Finished rows ignore it."""
         self.last_B, logprobs_B = self._draw(logits_BV)
+        # Such a row ends without this token. All others go on.
+        self._end(self._live_B & ~logprobs_B.isfinite(), NONFINITE)
         live = self._live_B.numpy()
         rows = self._rows_B.numpy()[live]
         tokens = self.last_B.numpy()[live]
@@ -357,7 +366,7 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw tokens (B,) at these uniforms. Temperature 0 takes the likeliest token.
 
-    Returns: the tokens, and their log-probabilities at temperature 1.
+    Returns: as `with_logprobs`.
     """
     logprobs_BV = torch.log_softmax(logits_BV.float(), dim=-1)
     if temperature == 0:
@@ -365,4 +374,4 @@ def draw(
     else:
         scaled_BV = logprobs_BV if temperature == 1 else logprobs_BV / temperature
         tokens_B = inverted(torch.softmax(scaled_BV, dim=-1), draws_B)
-    return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None]).flatten()
+    return with_logprobs(tokens_B, logprobs_BV)

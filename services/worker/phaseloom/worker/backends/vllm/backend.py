@@ -7,6 +7,7 @@ prompts. The ranks of a replica (see `replica`) all draw the same tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -37,7 +38,14 @@ from phaseloom.common.contract.specs import (
 )
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.resharding import Holding, holding_of
-from phaseloom.worker.backends.base import ALONE, AdapterVersion, Memory, RankGroup, Watch
+from phaseloom.worker.backends.base import (
+    ALONE,
+    NONFINITE,
+    AdapterVersion,
+    Memory,
+    RankGroup,
+    Watch,
+)
 from phaseloom.worker.backends.batch import check_one_target
 from phaseloom.worker.backends.gathering import inside, weights_digest
 from phaseloom.worker.backends.inference import InferenceBackend, check_spec
@@ -56,7 +64,7 @@ from phaseloom.worker.backends.model import (
     weights_dtype,
 )
 from phaseloom.worker.backends.processgroup import Member, collective
-from phaseloom.worker.backends.shaping import is_plain
+from phaseloom.worker.backends.shaping import is_plain, temperature_of
 from phaseloom.worker.backends.stoptext import StopText
 from phaseloom.worker.backends.vllm.adapters import (
     Part,
@@ -409,7 +417,7 @@ class _Call:
         tokens, start = [*int32s(prompt.tokens)], prompt.num_generated
         # Without a `Draw`, vLLM decodes greedily.
         draw = None
-        if sampling.temperature or not is_plain(sampling):
+        if temperature_of(sampling) or not is_plain(sampling):
             end = len(tokens) - start
             sample = prompt.sample + row.sample
             draw = Draw(prompt.seed, sample, sampling, tokens[:end], tokens[end:])
@@ -479,16 +487,19 @@ class _Call:
 
     def _accept(self, step: Step) -> None:
         row = self._rows[step.name]
-        row.tokens += step.tokens
-        row.logprobs += step.scored.logprobs
-        row.top_tokens += step.scored.top_tokens
-        row.top_logprobs += step.scored.top_logprobs
         request = self._requests[row.request]
         request.num_done += len(step.tokens)
         if step.prompt is not None:
             request.scored[row.prompt] = step.prompt
-        row.stop_reason = step.stop_reason
-        if row.text is not None:
+        if not all(map(math.isfinite, step.scored.logprobs)):
+            row.stop_reason = NONFINITE
+        else:
+            row.tokens += step.tokens
+            row.logprobs += step.scored.logprobs
+            row.top_tokens += step.scored.top_tokens
+            row.top_logprobs += step.scored.top_logprobs
+            row.stop_reason = step.stop_reason
+        if row.text is not None and not row.stop_reason:
             for token in step.tokens:
                 if row.text.ends_with(token):
                     row.stop_reason = "stop"

@@ -16,7 +16,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 
 from phaseloom.common.contract.operations import SamplingParams
 from phaseloom.worker.backends.rng import uniform, wrapped
-from phaseloom.worker.backends.shaping import Shaping, inverted, is_plain
+from phaseloom.worker.backends.shaping import Shaping, inverted, is_plain, temperature_of
 
 KEY: Final = "phaseloom"
 """The key of a request's `Draw` in its `extra_args`."""
@@ -102,7 +102,7 @@ class Draws(LogitsProcessor):  # type: ignore[misc]
                 )
                 _choose(logits_BV, [index], tokens_1)
             else:
-                by_temperature.setdefault(row.draw.params.temperature, []).append(index)
+                by_temperature.setdefault(temperature_of(row.draw.params), []).append(index)
         for temperature, indices in by_temperature.items():
             draws_R = _uniforms([self._rows[index] for index in indices]).to(logits_BV.device)
             is_all = len(indices) == logits_BV.shape[0]
@@ -115,7 +115,9 @@ class Draws(LogitsProcessor):  # type: ignore[misc]
 def _choose(logits_BV: torch.Tensor, rows: list[int], tokens_R: torch.Tensor) -> None:
     """Make these tokens the likeliest of their rows."""
     rows_R = torch.tensor(rows, device=logits_BV.device)
-    logits_BV[rows_R, tokens_R.to(logits_BV.device)] = torch.inf
+    # A row without a drawable token gets any: vLLM has taken its log-probabilities, which are NaN.
+    tokens_R = tokens_R.to(logits_BV.device).clamp(max=logits_BV.shape[-1] - 1)
+    logits_BV[rows_R, tokens_R] = torch.inf
 
 
 def _uniforms(rows: list[_Row]) -> torch.Tensor:
