@@ -242,7 +242,9 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("transport",),
     ],
     "phaseloom.common.contract": [
-        ("errors", "specs"),
+        ("errors",),
+        ("tenantlimits",),
+        ("specs",),
         ("arrays", "codec", "ids", "state_layout"),
         ("agents", "commands", "operations"),
         ("api", "checks", "continuation", "events", "state_agent", "streaming"),

@@ -19,6 +19,7 @@ from phaseloom.common.contract.specs import (
     SchedulerSettings,
 )
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
+from phaseloom.common.contract.tenantlimits import TenantLimits, check_tenant_limits
 from phaseloom.common.process import config, machine, slowdowns
 from phaseloom.common.tensors.modelfiles import check_directory
 from phaseloom.common.transport.natsserver import (
@@ -114,8 +115,6 @@ _BOUNDS = {
 }
 """Minimum and maximum of each number that is not a setting of the scheduler."""
 _NODE_BOUNDS = {"host_memory_bytes": (1, math.inf), "price_per_hour": (0, math.inf)}
-_TENANT_BOUNDS = ("max_operations", "max_bytes", "rate", "burst")
-"""Names of the limits that can be set for a single tenant."""
 
 
 def _demo_nodes() -> list[NodeConfig]:
@@ -168,8 +167,9 @@ class MeshConfig(msgspec.Struct, frozen=True):
     messages survive a killed process, but not a power cut."""
     ops_max_bytes: int = 2**30
     """Size limit of a tenant's operation stream; a full stream refuses operations."""
-    tenant_limits: dict[str, dict[str, int | float]] = msgspec.field(default_factory=dict)
-    """Limits that routers enforce, by tenant: `max_operations`, `max_bytes`, `rate`, `burst`."""
+    tenant_limits: TenantLimits = msgspec.field(default_factory=dict)
+    """Limits of single tenants, by name: `max_operations`, `max_bytes`, `rate`, `burst`,
+    `api_rate`, `api_burst`, `max_jobs`, `max_deployments`, `max_ranks`, `max_names`."""
     checkpoint_root: str = ""
     """Directory of checkpoints, which later runs can also load. Empty: a directory of this run."""
     gateway_port: int = 0
@@ -234,24 +234,14 @@ class MeshConfig(msgspec.Struct, frozen=True):
 
     def _check_limits(self) -> None:
         """Raises: CallerError: a limit has an unknown tenant or name, or an invalid value."""
-        for tenant, bounds in self.tenant_limits.items():
-            field = f"mesh.tenant_limits.{tenant}"
+        for tenant in self.tenant_limits:
             if tenant not in self.tenants:
                 raise CallerError(
                     f"tenant_limits names an unknown tenant {tenant!r}",
-                    field=field,
+                    field=f"mesh.tenant_limits.{tenant}",
                     remedy=f"name one of {', '.join(self.tenants)}, or add it to `tenants`",
                 )
-            for name, bound in bounds.items():
-                is_whole = isinstance(bound, int) or name == "rate"
-                is_bound = (name == "burst") <= bound < math.inf
-                if name not in _TENANT_BOUNDS or not is_whole or not is_bound:
-                    raise CallerError(
-                        f"{name} = {bound} is not a valid limit",
-                        field=f"{field}.{name}",
-                        remedy=f"use {', '.join(_TENANT_BOUNDS)}: only the rate may be a fraction, "
-                        "0 means no limit, and burst must be at least 1",
-                    )
+        check_tenant_limits(self.tenant_limits, "mesh.tenant_limits")
 
     def check_resumes(self, run_dir: Path) -> None:
         """Check that these settings can resume the run in a directory.

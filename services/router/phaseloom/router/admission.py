@@ -37,6 +37,11 @@ class Admission:
         self._busy: set[str] = set()
         self._is_busy = asyncio.Event()
 
+    def call_rate(self, tenant: str) -> tuple[float, float]:
+        """Return a tenant's limit of API calls: (calls per second, burst)."""
+        limits = self._limits.get(tenant, Limits())
+        return limits.api_rate, limits.api_burst
+
     def meter(self, tenant: str) -> Meter:
         """Return a tenant's meter and schedule a reading of it."""
         self._busy.add(tenant)

@@ -14,6 +14,7 @@ from nats.js.errors import NotFoundError
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.ids import check_name
+from phaseloom.common.contract.tenantlimits import TenantLimits, check_bound, check_tenant_limits
 from phaseloom.common.observability import metrics
 from phaseloom.common.process import config, lifecycle
 from phaseloom.common.transport.bus import Bus
@@ -24,15 +25,6 @@ from phaseloom.router.shell import DEFAULT_SESSION_TTL_S, SOURCE, Router
 
 _PROVISION_ATTEMPT_S = 10.0
 """Time limit of one attempt to create a stream. Slow disks need seconds."""
-
-
-class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits of one tenant. None means the default in `RouterConfig`."""
-
-    max_operations: int | None = None
-    max_bytes: int | None = None
-    rate: float | None = None
-    burst: int | None = None
 
 
 class RouterConfig(msgspec.Struct, frozen=True):
@@ -53,14 +45,19 @@ class RouterConfig(msgspec.Struct, frozen=True):
     """Maximum average operations of a tenant per second. 0: no limit."""
     burst: int = Limits().burst
     """Maximum operations of a tenant in one burst after a quiet period; at least 1."""
-    tenant_limits: dict[str, TenantLimits] = {}
-    """Per-tenant exceptions to the limits above."""
+    api_rate: float = Limits().api_rate
+    """Maximum average API calls of a tenant per second, at each replica. 0: no limit."""
+    api_burst: int = Limits().api_burst
+    """Maximum API calls of a tenant in one burst after a quiet period; at least 1."""
+    tenant_limits: TenantLimits = {}
+    """Per-tenant exceptions to the limits above. Bounds of the scheduler are ignored."""
     session_ttl_s: float = DEFAULT_SESSION_TTL_S
     """Time without a heartbeat after which a controller counts as lost, in whole seconds."""
 
     def check(self) -> None:
         """Raises: CallerError: a number is out of range, or `tenants` is empty or repeats one."""
         config.check_bounds(self, "router", _BOUNDS)
+        check_tenant_limits(self.tenant_limits, "router.tenant_limits")
         for tenant in self.tenants:
             check_name(tenant, "router.tenants")
         if len(set(self.tenants)) != len(self.tenants) or not self.tenants:
@@ -75,20 +72,13 @@ class RouterConfig(msgspec.Struct, frozen=True):
 
         Raises: CallerError: a limit is below 0, or the burst below 1.
         """
-        overrides = msgspec.structs.asdict(self.tenant_limits.get(tenant, TenantLimits()))
-        merged = {
-            name: getattr(self, name) if value is None else value
-            for name, value in overrides.items()
-        }
-        for name, value in merged.items():
-            minimum = 1 if name == "burst" else 0
-            if not minimum <= value < float("inf"):
-                raise CallerError(
-                    f"{name} of tenant {tenant} must be at least {minimum}, got {value}",
-                    field=f"router.{name}",
-                    remedy="use a larger, finite number",
-                )
-        return Limits(**merged)
+        names = Limits.__struct_fields__
+        limits = {name: getattr(self, name) for name in names}
+        for name, value in limits.items():
+            check_bound(name, value, f"router.{name}")
+        overrides = self.tenant_limits.get(tenant, {})
+        limits |= {name: value for name, value in overrides.items() if name in names}
+        return Limits(**limits)
 
 
 _BOUNDS = {"ops_max_bytes": (streams.MAX_PAYLOAD_BYTES, math.inf), "session_ttl_s": (1, math.inf)}

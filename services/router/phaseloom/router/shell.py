@@ -60,6 +60,7 @@ from phaseloom.common.observability import metrics, telemetry
 from phaseloom.common.process import lifecycle
 from phaseloom.common.transport import leases
 from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.callrates import CallRates
 from phaseloom.common.transport.groupcommit import GroupCommit
 from phaseloom.common.transport.keys import Conflict
 from phaseloom.common.transport.pulling import PullConsumer
@@ -161,6 +162,7 @@ class Router:
         self._sessions = Sessions(bus)
         self._checkpoints = Checkpoints(bus)
         self._admission = Admission(bus, limits or {})
+        self._rates = CallRates(self._admission.call_rate)
         self._session_ttl_s = session_ttl_s
         self._queued: GroupCommit[_Queued, int] = GroupCommit(self._append_all)
         self._log_searches: GroupCommit[float, set[OperationKey]] = GroupCommit(self._logged_since)
@@ -191,6 +193,7 @@ class Router:
                     "checkpoint.archive": (CheckpointRequest, self._checkpoints.archive),
                     "checkpoint.read": (ReadArchive, self._checkpoints.read),
                 },
+                rates=self._rates,
             )
             async with asyncio.TaskGroup() as operations:
                 consumers = [await self._consume(tenant, operations) for tenant in tenants]

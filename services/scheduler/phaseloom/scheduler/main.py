@@ -29,8 +29,10 @@ from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import Completion
 from phaseloom.common.contract.specs import SCHEDULER_BOUNDS, SchedulerConfig, SchedulerSettings
+from phaseloom.common.contract.tenantlimits import check_tenant_limits
 from phaseloom.common.process import collector, config, lifecycle, slowdowns
 from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.callrates import CallRates
 from phaseloom.common.transport.decisionlog import log_end_lost
 from phaseloom.common.transport.leases import Lease, LeaseLost, scheduler_lease_key
 from phaseloom.common.transport.retry import ATTEMPT_S, RetryingLog, until_done
@@ -66,6 +68,10 @@ class Config(SchedulerSettings, frozen=True, kw_only=True):
     state_secret: str = ""
     """The mesh's secret, which state managers know too. It signs the tickets by which they give
     weights versions to other nodes. Without it a version stays on the nodes of its policy."""
+    api_rate: float = 500.0
+    """Average API calls of a tenant per second, at most; 0: no limit."""
+    api_burst: int = 2_000
+    """API calls of a tenant in one burst after a quiet period, at most; at least 1."""
     slowdowns_file: str = ""
     """JSON file with the table of slowdowns, `phaseloom measure-slowdown`'s; empty: none."""
     name: str = "scheduler"
@@ -74,6 +80,7 @@ class Config(SchedulerSettings, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raises: CallerError: a number is out of its bounds, or there is no such policy."""
         config.check_bounds(self, "scheduler", _BOUNDS)
+        check_tenant_limits(self.tenant_limits, "scheduler.tenant_limits")
         check_policies(
             self.placement,
             self.ordering,
@@ -82,12 +89,19 @@ class Config(SchedulerSettings, frozen=True, kw_only=True):
             section="scheduler.",
         )
 
+    def call_rate(self, tenant: str) -> tuple[float, float]:
+        """Return a tenant's limit of API calls: (calls per second, burst)."""
+        bounds = self.tenant_limits.get(tenant, {})
+        return bounds.get("api_rate", self.api_rate), bounds.get("api_burst", self.api_burst)
+
 
 _BOUNDS = {
     **SCHEDULER_BOUNDS,
     "snapshot_every": (1, math.inf),
     "lease_margin_s": (0, math.inf),
     "lease_ttl_s": (1, math.inf),
+    "api_rate": (0, math.inf),
+    "api_burst": (1, math.inf),
 }
 
 
@@ -181,7 +195,7 @@ async def _lead(bus: Bus, settings: Config, gauges: Gauges, stop: asyncio.Event)
                 tasks.create_task(housekeeping.watch_nodes(settings.lease_margin_s)),
                 tasks.create_task(housekeeping.watch_sessions()),
                 tasks.create_task(housekeeping.sweep_outcomes(settings.outcome_retention_s)),
-                tasks.create_task(_serve_api(bus, shell)),
+                tasks.create_task(_serve_api(bus, shell, CallRates(settings.call_rate))),
             ]
             try:
                 await stop.wait()
@@ -247,10 +261,10 @@ async def _store_final_snapshot(shell: Shell, sink: BusSink) -> None:
         log.warning("the final snapshot could not be stored: %r", error)
 
 
-async def _serve_api(bus: Bus, shell: Shell) -> None:
+async def _serve_api(bus: Bus, shell: Shell, rates: CallRates) -> None:
     await shell.caught_up.wait()
     calls = job_api(shell, _outcomes(bus), models_on(bus))
-    service = await serve_api(bus, "scheduler", calls, operators=node_api(shell))
+    service = await serve_api(bus, "scheduler", calls, operators=node_api(shell), rates=rates)
     log.info("scheduling starts after log sequence number %d", shell.core.state.sequence)
     try:
         await asyncio.get_running_loop().create_future()

@@ -16,6 +16,8 @@ from typing import Any
 
 import msgspec
 
+from phaseloom.common.contract.tenantlimits import TenantLimits
+
 
 class ModelFile(msgspec.Struct, frozen=True):
     """A file of a registered model."""
@@ -298,6 +300,17 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     outcome_retention_s: float = 86_400.0
     """How long outcomes that no rebuild needs, and the name of an ended job, are kept, in
     seconds."""
+    max_jobs: int = 64
+    """Jobs of a tenant that have not ended, at most; 0: no limit."""
+    max_deployments: int = 128
+    """Deployments of a tenant's jobs that have not ended, at most; 0: no limit."""
+    max_ranks: int = 256
+    """Ranks of a tenant's deployments, each of them a process, at most; 0: no limit."""
+    max_names: int = 10_000
+    """Names of a tenant's jobs, including ended ones that are still kept, at most; and names that
+    one job's deployments have ever had. 0: no limit."""
+    tenant_limits: TenantLimits = {}
+    """Limits of single tenants that replace those above."""
     max_group_jobs: int = 5
     """Jobs in one node group, at most."""
     duty_limit: float = 0.5
@@ -339,6 +352,11 @@ class SchedulerConfig(SchedulerSettings, frozen=True, kw_only=True):
     max_reading: int
     phase_hold_s: float
     speculative_switch_in: bool
+    # Entries of older versions lack these: replaying them must not refuse what was accepted.
+    max_jobs: int = 0
+    max_deployments: int = 0
+    max_ranks: int = 0
+    max_names: int = 0
 
     @classmethod
     def of(cls, settings: SchedulerSettings) -> SchedulerConfig:
@@ -356,6 +374,10 @@ SCHEDULER_BOUNDS: Mapping[str, tuple[float, float]] = {
     "phase_hold_s": (0, math.inf),
     "max_open_operations": (1, math.inf),
     "outcome_retention_s": (0, math.inf),
+    "max_jobs": (0, math.inf),
+    "max_deployments": (0, math.inf),
+    "max_ranks": (0, math.inf),
+    "max_names": (0, math.inf),
     "max_group_jobs": (1, math.inf),
     "duty_limit": (0, 1),
     "switch_s": (0, math.inf),

@@ -47,6 +47,7 @@ from phaseloom.common.contract.ids import NodeId, check_name
 from phaseloom.common.contract.state_agent import StatusReport
 from phaseloom.common.contract.streams import api_subject, node_subject, state_subject
 from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.callrates import CallRates
 from phaseloom.common.transport.natsclient import MeshClient
 
 log = logging.getLogger(__name__)
@@ -141,6 +142,7 @@ async def serve_api(
     endpoints: Mapping[str, tuple[Any, ApiHandler]],
     *,
     operators: Mapping[str, tuple[Any, ApiHandler]] | None = None,
+    rates: CallRates | None = None,
 ) -> ApiService:
     """Serve API calls of all tenants until `stop()` of the returned service.
 
@@ -151,6 +153,7 @@ async def serve_api(
                 each other.
             operators: the same for calls on subjects that no tenant can reach
                 (`pl.v1.node.<call>`). Their handlers get an empty tenant.
+            rates: the bound on each tenant's calls; None: no bound.
     """
     # nats-py calls utcnow(), which is deprecated since Python 3.12.
     with warnings.catch_warnings():
@@ -168,7 +171,7 @@ async def serve_api(
         await service.add_endpoint(name=name, subject=subject, handler=endpoint.accept)
 
     for call, (kind, handler) in endpoints.items():
-        endpoint = _Endpoint(call, kind, handler, _tenant_of)
+        endpoint = _Endpoint(call, kind, handler, _tenant_of, rates)
         await add(call.replace(".", "-"), api_subject("*", call), endpoint)
     for call, (kind, handler) in (operators or {}).items():
         endpoint = _Endpoint(call, kind, handler, lambda request: "")
@@ -184,8 +187,14 @@ class _Endpoint:
     """One call: queues its requests by tenant, and answers them."""
 
     def __init__(
-        self, call: str, kind: Any, handler: ApiHandler, tenant_of: Callable[[Request], str]
+        self,
+        call: str,
+        kind: Any,
+        handler: ApiHandler,
+        tenant_of: Callable[[Request], str],
+        rates: CallRates | None = None,
     ) -> None:
+        self._rates = rates
         self._call = call
         self._kind = kind
         self._handler = handler
@@ -194,7 +203,10 @@ class _Endpoint:
 
     async def accept(self, request: Request) -> None:
         try:
-            if self.queue.add(self._tenant_of(request), request):
+            tenant = self._tenant_of(request)
+            if self._rates is not None:
+                self._rates.admit(tenant)
+            if self.queue.add(tenant, request):
                 return
             error = ResourceError(
                 f"more than {MAX_WAITING} requests or {_MAX_WAITING_BYTES} bytes of {self._call} "
@@ -202,8 +214,8 @@ class _Endpoint:
                 code=Code.RESOURCE_EXHAUSTED,
                 remedy="await the answers of earlier requests first",
             ).info
-        except CallerError as caller_error:
-            error = caller_error.info
+        except PhaseloomError as refusal:
+            error = refusal.info
         await _refuse(request, error, content_type_of(request.headers))
 
     async def _handle(self, request: Request) -> None:

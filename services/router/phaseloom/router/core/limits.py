@@ -15,14 +15,15 @@ from collections import deque
 
 import msgspec
 
-from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.tenantlimits import limit_exceeded
 
 _LOOK_AGAIN_S = 1.0
 """Retry time if open operations must end first. Nobody knows when they will, so it is short."""
+_AWAIT_OPEN = "await some open operations"
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Limits of one tenant. 0 means no limit, except for `burst`."""
+    """Limits of one tenant. 0 means no limit, except for bursts."""
 
     max_operations: int = 20_000
     """Maximum operations that are admitted and have no outcome yet."""
@@ -32,6 +33,10 @@ class Limits(msgspec.Struct, frozen=True):
     """Maximum average operations per second."""
     burst: int = 20_000
     """Maximum operations in one burst after a quiet period; at least 1."""
+    api_rate: float = 500.0
+    """Maximum average API calls per second that one replica accepts."""
+    api_burst: int = 2_000
+    """Maximum API calls in one burst after a quiet period; at least 1."""
 
 
 class Reading(msgspec.Struct, frozen=True):
@@ -91,20 +96,22 @@ class Meter:
             self._stored_bytes += num_bytes
         limits = self._limits
         if limits.max_operations and self.open_operations >= limits.max_operations:
-            raise _exceeded(
+            raise limit_exceeded(
                 "max_operations",
                 "operations are open",
                 self.open_operations,
                 limits.max_operations,
-                _LOOK_AGAIN_S,
+                _AWAIT_OPEN,
+                retry_after_s=_LOOK_AGAIN_S,
             )
         if limits.max_bytes and self.stored_bytes > limits.max_bytes:
-            raise _exceeded(
+            raise limit_exceeded(
                 "max_bytes",
                 "bytes of operations are stored",
                 self.stored_bytes,
                 limits.max_bytes,
-                _LOOK_AGAIN_S,
+                _AWAIT_OPEN,
+                retry_after_s=_LOOK_AGAIN_S,
             )
         if limits.rate:
             self._count_rate(sequence, time_s)
@@ -137,27 +144,12 @@ class Meter:
         self._last_s = max(time_s, self._last_s)
         if self._level + num_new > limits.burst:
             # Operations in between count as refused too, and refused ones add nothing to the level.
-            raise _exceeded(
+            raise limit_exceeded(
                 "rate",
                 "operations arrived in a burst",
                 int(self._level) + num_new,
                 limits.burst,
-                (self._level + 1 - limits.burst) / limits.rate,
+                _AWAIT_OPEN,
+                retry_after_s=(self._level + 1 - limits.burst) / limits.rate,
             )
         self._level += num_new
-
-
-def _exceeded(bound: str, label: str, used: int, limit: int, retry_after_s: float) -> ResourceError:
-    retry_after_s = max(retry_after_s, 0.001)
-    return ResourceError(
-        f"{used} {label}; the tenant's limit is {limit}",
-        code=Code.RESOURCE_EXHAUSTED,
-        remedy=f"await some open operations and send it again after {retry_after_s:.3g} s, "
-        f"or ask the operator to raise `{bound}`",
-        details={
-            "bound": bound,
-            "limit": str(limit),
-            "used": str(used),
-            "retry_after_s": f"{retry_after_s:.3f}",
-        },
-    )

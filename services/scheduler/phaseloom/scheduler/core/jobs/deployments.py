@@ -15,6 +15,7 @@ from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
 from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.durability import retention, seals
+from phaseloom.scheduler.core.jobs import limits
 from phaseloom.scheduler.core.operations import operations
 from phaseloom.scheduler.core.placement import assignment
 from phaseloom.scheduler.core.state.deployment import Deployment
@@ -60,6 +61,9 @@ def create(step: Step, job: Job, spec: DeploymentSpec) -> ErrorInfo | None:
             field="spec.name",
             remedy="choose another name, or delete the existing deployment",
         )
+    exceeded = limits.refusal(step, job.key, job, [spec], "spec")
+    if exceeded is not None:
+        return exceeded
     assignments: list[RankAssignment] = []
     if job.state is not JobState.SUBMITTED:
         room = assignment.room_for(step, job, spec)

@@ -11,7 +11,7 @@ from phaseloom.common.contract.ids import DeploymentKey, JobKey
 from phaseloom.common.contract.specs import ModelSpec
 from phaseloom.scheduler.core.dispatch import shares
 from phaseloom.scheduler.core.durability import retention
-from phaseloom.scheduler.core.jobs import deployments, rollback
+from phaseloom.scheduler.core.jobs import deployments, limits, rollback
 from phaseloom.scheduler.core.operations import operations
 from phaseloom.scheduler.core.placement import assignment, evacuation
 from phaseloom.scheduler.core.planning import admission, groups
@@ -42,6 +42,11 @@ def submit(step: Step, event: events.JobSubmitted) -> None:
             remedy=f"choose another name, attach to it, or end it: `phaseloom cancel {name}`",
         )
         step.emit(outputs.Answer(event.request, error=error))
+        return
+    deployments_field = admission.DEPLOYMENTS
+    exceeded = limits.refusal(step, event.job, old, event.spec.deployments, deployments_field)
+    if exceeded is not None:
+        step.emit(outputs.Answer(event.request, error=exceeded))
         return
     job = Job(
         key=event.job,
