@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from peft import PeftModel
 from phaseloom import client
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.statemgr.checkpoints.marker import MARKER_FILE
 from tests.support.jobs import TENANT, kill_rank, running_mesh, tenant
 from tests.support.node import STEP, lesson
 from tests.support.pretrained import loaded, save_model
@@ -93,16 +96,66 @@ async def test_adapters_of_several_jobs_are_trained_on_one_base_whoever_is_kille
         loading = other.deployment("sampler").load_state("end", source="mine/policy")
         await loading
         assert await said(other.deployment("sampler")) == after
-        larger = await connection.submit_job("larger", specs(client.Adapter(rank=5))[1:])
-        with pytest.raises(CallerError, match="does not fit"):
+        larger = await connection.submit_job(
+            "larger", [replace(spec, max_adapters=2) for spec in specs(client.Adapter(rank=5))[1:]]
+        )
+        with pytest.raises(CallerError, match="rank 4 and alpha 8, this deployment rank 5"):
             await larger.deployment("sampler").load_state("end", source="mine/policy")
+
+        await check_adapters_of_another_program(other, larger, checkpoint, directory)
         bases = await asyncio.to_thread(list, mesh.run_dir.rglob("bases/*"))
         names = {path.name for path in bases if path.suffix != ".lock"}
         assert len(names) == 1, "one base, whoever runs it"
         # The caller has the outcome at times before the log has it.
-        await log.until(lambda _: bool(log.failures()))
+        await log.until(lambda _: len(log.failures()) == 8)
         await log.caught_up()
-        assert [each.key.job for each in log.failures()] == ["larger"]
+        assert {each.key.job for each in log.failures()} == {"larger", "other"}
+
+
+async def check_adapters_of_another_program(
+    same: client.Job, larger: client.Job, checkpoint: Path, base: Path
+) -> None:
+    """Their configs say another scale, another base, or what nobody here supports.
+
+    Args: same: its adapter is that of the checkpoint. larger: reads adapters of any scale.
+    """
+    own, reader = same.deployment("sampler"), larger.deployment("sampler")
+    expected = await said(own)
+
+    async def save_variant(name: str, **fields: Any) -> Path:
+        copy = checkpoint.parent / name
+        await asyncio.to_thread(
+            shutil.copytree, checkpoint, copy, ignore=shutil.ignore_patterns(MARKER_FILE)
+        )
+        path = copy / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+        return copy
+
+    def named(name: str) -> client.NamedWeights:
+        return client.NamedWeights("policy", job="mine", checkpoint=name)
+
+    await save_variant("same", use_rslora=True, lora_alpha=4.0)
+    await own.load_state("same", source="mine/policy")
+    assert await said(own) == expected
+    copy = await save_variant("rslora", use_rslora=True)
+    with pytest.raises(CallerError, match="rank 4 and alpha 16, this deployment rank 4 and alpha"):
+        await own.load_state("rslora", source="mine/policy")
+    result = await reader.generate([client.Prompt(PROMPT)], GREEDY, weights=named("rslora"))
+    drawn = client.int32s(result.sequences[0][0].tokens)
+    assert drawn == await asyncio.to_thread(with_peft, base, copy) != expected
+    for name, fields, message in (
+        ("pattern", {"alpha_pattern": {"q_proj": 2.0}}, "the same rank and alpha in all layers"),
+        ("pissa", {"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ("dora", {"use_dora": True}, "use_dora"),
+    ):
+        await save_variant(name, **fields)
+        with pytest.raises(CallerError, match=message) as caught:
+            await own.load_state(name, source="mine/policy")
+        assert caught.value.info.code is Code.FAILED_PRECONDITION
+        with pytest.raises(CallerError, match=message) as caught:
+            await reader.generate([client.Prompt(PROMPT)], GREEDY, weights=named(name))
+        assert caught.value.info.field == "args.weights.checkpoint"
+    assert await said(own) == expected
 
 
 async def test_adapter_that_cannot_be_had_is_refused(short_dir: Path, tmp_path: Path) -> None:

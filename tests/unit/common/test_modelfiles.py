@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from blake3 import blake3
+from safetensors.torch import load_file, save_file
 
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.tensors.modelfiles import check_directory, is_companion, read_model
@@ -100,3 +102,39 @@ def test_missing_directory_and_bad_name_are_refused(tmp_path: Path) -> None:
     assert missing.value.info.code is Code.NOT_FOUND
     with pytest.raises(CallerError, match="not a valid name"):
         read_model("a.b", tmp_path)
+
+
+def test_weights_are_those_that_transformers_loads(tmp_path: Path) -> None:
+    directory = save_model(tmp_path / "model")
+    shards = {path.name for path in directory.glob("*.safetensors")}
+    for stray in ("model.fp16.safetensors", "consolidated.safetensors", "tokenizer.safetensors"):
+        shutil.copy(min(directory.glob("model-*")), directory / stray)
+    registered = {file.name for file in read_model("tiny", directory).directory.files}
+    assert {name for name in registered if name.endswith(".safetensors")} == shards
+    # A single file takes precedence over the shards, which are stale.
+    loaded(save_model(tmp_path / "other", seed=5)).save_pretrained(directory)
+    index_of(directory).write_text("{}")
+    registered = {file.name for file in read_model("tiny", directory).directory.files}
+    weights = {name for name in registered if ".safetensors" in name}
+    assert weights == {"model.safetensors"}
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "config.json"])
+def test_directory_from_which_transformers_loads_something_else_is_refused(
+    tmp_path: Path, name: str
+) -> None:
+    directory = save_model(tmp_path / "model")
+    path = directory / name
+    config = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**config, "transformers_weights": "other.safetensors"}))
+    with pytest.raises(CallerError, match=r"adapter_config|transformers_weights") as caught:
+        check_directory(directory, "base")
+    assert (caught.value.info.code, caught.value.info.field) == (Code.FAILED_PRECONDITION, "base")
+
+
+def test_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    directory = save_model(tmp_path / "model")
+    first, second, *_ = sorted(directory.glob("model-*.safetensors"))
+    save_file(load_file(first) | load_file(second), second, {"format": "pt"})
+    with pytest.raises(CallerError, match="tensors in the index differ"):
+        check_directory(directory, "base")

@@ -294,6 +294,9 @@ class ReadCheckpoint(Message, frozen=True):
     """Name of the load. Repeating the same load, for example in a rebuild, reads the same bytes
     even if the checkpoint has changed or is gone. The bytes are kept for the two newest loads of a
     deployment. Empty: they are not kept."""
+    adapter_config: str = ""
+    """The `adapter_config.json` of the ranks' own adapter. The state manager refuses an adapter
+    with another rank or scale. Empty: the ranks have no adapter."""
 
 
 class CheckpointRead(Message, frozen=True):

@@ -3,12 +3,17 @@
 A registration includes the config, the safetensors files it needs, and the small files that belong
 to them. All other files in the directory are ignored, in particular code. The operator's command
 line and the mesh's supervisor register models; agents verify files against the registration.
+
+`model_weights` decides which files hold a model's weights, for everything that reads a model
+directory. The decision is that of `transformers`: `model.safetensors`, or else the shards that
+`model.safetensors.index.json` lists. Other files of weights next to them do not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from math import prod
 from pathlib import Path
@@ -20,6 +25,7 @@ from blake3 import blake3
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.specs import ModelDirectory, ModelFile, RegisteredModel
+from phaseloom.common.tensors.adapterfiles import ADAPTER_CONFIG_FILE
 from phaseloom.common.tensors.safetensors import (
     LENGTH_BYTES,
     Index,
@@ -30,7 +36,8 @@ from phaseloom.common.tensors.safetensors import (
 )
 
 CONFIG_FILE = "config.json"
-_STEM = "model"
+MODEL_STEM = "model"
+SUFFIX = ".safetensors"
 _COMPANIONS = (
     *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "chat_template*", "*.model", "*.tiktoken"),
@@ -41,7 +48,79 @@ _COMPANIONS = (
 
 def is_companion(name: str) -> bool:
     """Whether a file belongs to the model but is neither config nor weights."""
-    return any(fnmatch(name, pattern) for pattern in _COMPANIONS)
+    return not name.endswith(SUFFIX) and any(fnmatch(name, pattern) for pattern in _COMPANIONS)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The files in a directory that hold one set of weights."""
+
+    names: list[str]
+    index: str = ""
+    """Name of the index that lists them; empty: there is a single file."""
+    tensors: list[str] = field(default_factory=list)
+    """The tensors in the index, sorted."""
+
+    def check_tensors(self, names: Iterable[str]) -> None:
+        """Check the tensors in the files against the index. Raises: ValueError: they differ."""
+        if self.index and sorted(names) != self.tensors:
+            raise ValueError("the tensors in the index differ from those in the files")
+
+
+def weight_files(
+    stem: str, is_file: Callable[[str], bool], read: Callable[[str], bytes]
+) -> WeightFiles | None:
+    """Return the files that hold the weights with this stem, as `transformers` chooses them.
+
+    Args:   is_file: whether the directory has a file with this name.
+            read: returns the content of a file.
+    Returns: None if there are none.
+    Raises: ValueError: the index is malformed.
+    """
+    if is_file(f"{stem}{SUFFIX}"):
+        return WeightFiles([f"{stem}{SUFFIX}"])
+    index = index_name(stem)
+    if not is_file(index):
+        return None
+    weight_map = msgspec.json.decode(read(index), type=Index).weight_map
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        # A path in the index could make us read any file of the machine.
+        if Path(name).name != name:
+            raise ValueError(f"the index names a file outside the directory: {name!r}")
+    return WeightFiles(names, index, sorted(weight_map))
+
+
+def model_weights(
+    is_file: Callable[[str], bool], read: Callable[[str], bytes]
+) -> WeightFiles | None:
+    """Return the files that hold a model's weights.
+
+    Args and Returns: as `weight_files`.
+    Raises: ValueError: the index or the config is malformed.
+            CallerError: FAILED_PRECONDITION: `transformers` would load something else: an adapter
+            next to the model, or a file that the config names.
+    """
+    files = weight_files(MODEL_STEM, is_file, read)
+    if files is None or not is_file(CONFIG_FILE):
+        return files
+    problem = ""
+    config = msgspec.json.decode(read(CONFIG_FILE), type=dict[str, Any])
+    if config.get("transformers_weights") is not None:
+        problem = f"{CONFIG_FILE} has transformers_weights"
+    if is_file(ADAPTER_CONFIG_FILE):
+        problem = (
+            f"the directory has {ADAPTER_CONFIG_FILE} next to {(files.index, *files.names)[0]}"
+        )
+    if problem:
+        raise CallerError(
+            f"{problem}, so transformers would load other weights",
+            code=Code.FAILED_PRECONDITION,
+            field="directory",
+            remedy="put the model alone into a directory, as model.safetensors or shards with an "
+            "index",
+        )
+    return files
 
 
 def file_blake3(path: Path) -> str:
@@ -49,14 +128,23 @@ def file_blake3(path: Path) -> str:
     return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
 
 
-def check_directory(directory: Path, field: str) -> None:
+@dataclass(frozen=True, slots=True)
+class ModelHeaders:
+    """A model directory without its weights' bytes."""
+
+    config: dict[str, Any]
+    weights: WeightFiles
+    entries: list[TensorEntry]
+
+
+def check_directory(directory: Path, field: str) -> ModelHeaders:
     """Check a model directory without reading its weights.
 
     Args:   field: the argument or setting that names the directory, for errors.
     Raises: CallerError: see `read_model`.
     """
     try:
-        _read_directory(directory.absolute())
+        return ModelHeaders(*_read_directory(directory.absolute()))
     except CallerError as error:
         raise CallerError(
             error.info.message, code=error.info.code, field=field, remedy=error.info.remedy
@@ -76,7 +164,8 @@ def read_model(name: str, directory: Path) -> RegisteredModel:
     config, weights, entries = _read_directory(directory)
     with _readable():
         file_names = sorted(p.name for p in directory.iterdir() if p.is_file())
-        registered = [CONFIG_FILE, *weights, *filter(is_companion, file_names)]
+        index = [weights.index] if weights.index else []
+        registered = [CONFIG_FILE, *index, *weights.names, *filter(is_companion, file_names)]
         files = [
             ModelFile(file, (directory / file).stat().st_size, file_blake3(directory / file))
             for file in registered
@@ -87,7 +176,7 @@ def read_model(name: str, directory: Path) -> RegisteredModel:
     return RegisteredModel(name, pinned, config, num_parameters, dtypes)
 
 
-def _read_directory(directory: Path) -> tuple[dict[str, Any], list[str], list[TensorEntry]]:
+def _read_directory(directory: Path) -> tuple[dict[str, Any], WeightFiles, list[TensorEntry]]:
     if not directory.is_dir():
         raise CallerError(
             f"the directory {directory} does not exist",
@@ -122,23 +211,19 @@ def _readable() -> Iterator[None]:
         ) from None
 
 
-def _weights(directory: Path) -> tuple[list[str], list[TensorEntry]]:
-    single = f"{_STEM}.safetensors"
-    if (directory / single).exists():
-        return [single], _entries(directory / single)
-    index = directory / index_name(_STEM)
-    weight_map = _decoded(index, Index).weight_map
-    names = sorted(set(weight_map.values()))
-    entries: list[TensorEntry] = []
-    for name in names:
-        # A path in the index could make us hash any file of the machine.
-        if Path(name).name != name:
-            raise _invalid(index, f"the index names a file outside the directory: {name!r}")
-        entries += _entries(directory / name)
-    names_in_files = sorted(entry.name for entry in entries)
-    if names_in_files != sorted(weight_map):
-        raise _invalid(index, "the tensors in the index differ from those in the files")
-    return [index.name, *names], entries
+def _weights(directory: Path) -> tuple[WeightFiles, list[TensorEntry]]:
+    index = directory / index_name(MODEL_STEM)
+    try:
+        files = model_weights(
+            lambda name: (directory / name).is_file(), lambda name: (directory / name).read_bytes()
+        )
+        if files is None:
+            raise FileNotFoundError(None, None, str(index))
+        entries = [entry for name in files.names for entry in _entries(directory / name)]
+        files.check_tensors(entry.name for entry in entries)
+    except ValueError as error:
+        raise _invalid(index, str(error)) from None
+    return files, entries
 
 
 def _entries(path: Path) -> list[TensorEntry]:

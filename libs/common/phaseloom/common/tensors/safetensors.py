@@ -29,6 +29,7 @@ _ITEMS = {
     "int8": ("I8", 1),
     "float8_e4m3fn": ("F8_E4M3", 1),
     "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e8m0fnu": ("F8_E8M0", 1),
     "int16": ("I16", 2),
     "uint16": ("U16", 2),
     "float16": ("F16", 2),

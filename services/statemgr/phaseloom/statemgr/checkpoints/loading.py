@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import ctypes
 import logging
+import math
 import queue
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-import msgspec
 from blake3 import blake3
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
@@ -34,10 +34,15 @@ from phaseloom.common.contract.state_rank import (
     SavedOpened,
     SavedRead,
 )
+from phaseloom.common.tensors.adapterfiles import (
+    ADAPTER_CONFIG_FILE,
+    AdapterConfig,
+    adapted_layers,
+)
 from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.common.tensors.modelfiles import model_weights, weight_files
 from phaseloom.common.tensors.safetensors import (
     LENGTH_BYTES,
-    Index,
     TensorEntry,
     decode_header,
     header_bytes,
@@ -49,7 +54,6 @@ from phaseloom.statemgr.checkpoints.files import Checkpoints, marker_of, unpin
 from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, MARKER_FILE, FileSums
 from phaseloom.statemgr.checkpoints.shards import (
     ADAPTER,
-    ADAPTER_CONFIG_FILE,
     CHUNK_BYTES,
     DEPTH,
     MODEL,
@@ -104,9 +108,7 @@ class Loader:
 
     async def _read(self, rank: Rank, request: ReadCheckpoint, directory: Path) -> CheckpointRead:
         wpg = rank.wpg
-        saved = await asyncio.to_thread(
-            SavedState, self.disk, directory, has_training=request.optimizer
-        )
+        saved = await asyncio.to_thread(self._opened, request, directory)
         sha256 = saved.marker.result.weights_sha256 if saved.marker is not None else ""
         if rank.state is State.FILLING:
             return CheckpointRead(sha256, await self._fill(rank, saved))
@@ -125,6 +127,12 @@ class Loader:
             await self._load(wpg, extents, digests)
         log.info("checkpoint %r of %s is loaded", request.name, wpg.key)
         return CheckpointRead(sha256)
+
+    def _opened(self, request: ReadCheckpoint, directory: Path) -> SavedState:
+        saved = SavedState(self.disk, directory, has_training=request.optimizer)
+        if saved.is_adapter and request.adapter_config:
+            saved.check_adapter(request.adapter_config)
+        return saved
 
     async def open_saved(self, rank: Rank, request: OpenSaved) -> SavedOpened:
         """Describe the weights of a checkpoint. Raises: see `OpenSaved`."""
@@ -275,6 +283,28 @@ class SavedState:
         """The content of an adapter's `adapter_config.json`. Raises: ResourceError: DATA_LOSS."""
         return self._small(self._directory / ADAPTER_CONFIG_FILE).decode(errors="replace")
 
+    def check_adapter(self, config: str) -> None:
+        """Check that the checkpoint's matrices mean the same under its config and another one.
+
+        Args:   config: the `adapter_config.json` of the deployment that loads the checkpoint.
+        Raises: CallerError: FAILED_PRECONDITION. ResourceError: DATA_LOSS.
+        """
+        try:
+            layers = adapted_layers(self._weights)
+            saved = AdapterConfig(self.adapter_config()).uniform_scaling(layers)
+            expected = AdapterConfig(config).uniform_scaling(layers)
+            if saved.rank != expected.rank or not math.isclose(saved.alpha, expected.alpha):
+                raise ValueError(f"it has {saved}, this deployment {expected}")
+        except ValueError as error:
+            raise CallerError(
+                f"this deployment cannot load the adapter of checkpoint {self._directory.name!r}: "
+                f"{error}",
+                code=Code.FAILED_PRECONDITION,
+                field="args.name",
+                remedy="start a deployment with this adapter's rank, alpha and layers, or merge "
+                "the adapter into its base",
+            ) from None
+
     def read(self, slots: Iterable[TensorSlot], start: int, memory: memoryview) -> None:
         """Read a part of a layout of its weights into memory, verified.
 
@@ -403,25 +433,27 @@ class SavedState:
 
     def _tensors(self, stem: str) -> dict[str, tuple[str, TensorEntry]]:
         """The file of each tensor and its entry there, by the tensor's name; empty: there are no
-        files with this stem."""
-        single = f"{stem}.safetensors"
+        files with this stem.
+
+        Raises: CallerError: see `model_weights`. ResourceError: DATA_LOSS.
+        """
+
+        def read(name: str) -> bytes:
+            return self._small(self._directory / name)
+
         index = self._directory / index_name(stem)
-        if self._has(single):
-            return {entry.name: (single, entry) for entry in self._entries(single)}
-        if not self._has(index.name):
-            return {}
         try:
-            file_of = msgspec.json.decode(self._small(index), type=Index).weight_map
-        except msgspec.DecodeError as error:
+            if stem == MODEL:
+                files = model_weights(self._has, read)
+            else:
+                files = weight_files(stem, self._has, read)
+            if files is None:
+                return {}
+            entries = [(name, entry) for name in files.names for entry in self._entries(name)]
+            files.check_tensors(entry.name for _, entry in entries)
+        except ValueError as error:
             raise _data_loss(index, str(error)) from error
-        tensors: dict[str, tuple[str, TensorEntry]] = {}
-        for name in sorted(set(file_of.values())):
-            if Path(name).name != name:
-                raise _data_loss(index, f"it names a file in another directory: {name!r}")
-            tensors |= {entry.name: (name, entry) for entry in self._entries(name)}
-        if tensors.keys() != file_of.keys():
-            raise _data_loss(index, "the tensors that it names are not those in its files")
-        return tensors
+        return {entry.name: (name, entry) for name, entry in entries}
 
     def _has(self, name: str) -> bool:
         if self.marker is None:

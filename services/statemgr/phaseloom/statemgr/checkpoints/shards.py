@@ -31,7 +31,8 @@ from blake3 import blake3
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.specs import ModelDirectory
 from phaseloom.common.contract.state_layout import Role, TensorSlot
-from phaseloom.common.tensors.modelfiles import CONFIG_FILE
+from phaseloom.common.tensors.adapterfiles import ADAPTER_CONFIG_FILE, ADAPTER_STEM
+from phaseloom.common.tensors.modelfiles import CONFIG_FILE, MODEL_STEM
 from phaseloom.common.tensors.safetensors import (
     Index,
     TensorEntry,
@@ -45,9 +46,8 @@ from phaseloom.statemgr.checkpoints.files import write_synced, writing
 from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, FileSums
 from phaseloom.statemgr.disk.disk import BlockFile, Cancelled, Disk
 
-MODEL, ADAPTER, TRAINING = "model", "adapter_model", "training"
+MODEL, ADAPTER, TRAINING = MODEL_STEM, ADAPTER_STEM, "training"
 """The beginnings of the names of files with tensors."""
-ADAPTER_CONFIG_FILE = "adapter_config.json"
 CHUNK_BYTES = 8 * BLOCK_BYTES
 """Bytes that are read or written at once."""
 DEPTH = 4

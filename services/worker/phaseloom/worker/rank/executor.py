@@ -6,6 +6,7 @@ leader checks operations and merges results; every rank computes.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,6 +79,12 @@ class Executor:
     @property
     def weight_slots(self) -> list[TensorSlot]:
         return [slot for slot in self.backend.slots if slot.role is Role.WEIGHT]
+
+    @property
+    def adapter_config(self) -> str:
+        """The `adapter_config.json` of the deployment's adapter; empty: it has none."""
+        has_adapter = self.settings.spec.model.adapter is not None
+        return json.dumps(self.backend.config) if has_adapter else ""
 
     @property
     def is_alone(self) -> bool:

@@ -302,7 +302,11 @@ class Follower:
         """Have this node's state manager read the checkpoint. Raises: PhaseloomError: it failed."""
         if self.settings.is_first_here:
             await self.state.read_checkpoint(
-                args.name, args.source, optimizer=args.optimizer, load=operation
+                args.name,
+                args.source,
+                optimizer=args.optimizer,
+                load=operation,
+                adapter_config=self.executor.adapter_config,
             )
 
     async def _prepare(

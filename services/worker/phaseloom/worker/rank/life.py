@@ -319,7 +319,9 @@ async def _fill(
     model, or the seeds."""
     executor.applied = settings.applied
     if settings.checkpoint:
-        await state.commit_checkpoint(settings.checkpoint, settings.applied)
+        await state.commit_checkpoint(
+            settings.checkpoint, settings.applied, executor.adapter_config
+        )
         return
     model = settings.spec.model
     # an adapter starts from its seed on the registered base

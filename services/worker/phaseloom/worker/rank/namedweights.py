@@ -13,13 +13,13 @@ has adapter slots stay; the least recently used are dropped first.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-import msgspec
 from msgspec.structs import replace
 
 from phaseloom.common.contract.commands import Permit
@@ -34,6 +34,7 @@ from phaseloom.common.contract.operations import Args, Forward, Generate, NamedW
 from phaseloom.common.contract.specs import Adapter
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.contract.state_rank import SavedOpened
+from phaseloom.common.tensors.adapterfiles import AdapterConfig, adapted_layers
 from phaseloom.common.tensors.resharding import StridedRanges, holding_of, tensors_of
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.tensors.versionparts import layout_digest
@@ -55,18 +56,6 @@ from phaseloom.worker.state.heap import align
 from phaseloom.worker.state.versions import OpenedVersion
 
 NamedVersion = TypeVar("NamedVersion", AdapterVersion, WholeVersion)
-
-
-class _PeftConfig(msgspec.Struct):
-    """The fields of `adapter_config.json` that do not follow from the tensors."""
-
-    r: int
-    lora_alpha: float
-    base_model_name_or_path: str | None = None
-    use_rslora: bool = False
-    use_dora: bool = False
-    rank_pattern: dict[str, int] = {}
-    alpha_pattern: dict[str, float] = {}
 
 
 def named_in(args: Args) -> NamedWeights | None:
@@ -200,7 +189,7 @@ class WeightsReader:
         if not opened.adapter_config:
             raise _unusable_error("it contains full weights and no adapter")
         actual = self._adapter(opened)
-        if (actual.rank, actual.alpha) != (adapter.rank, adapter.alpha):
+        if actual.rank != adapter.rank or not math.isclose(actual.alpha, adapter.alpha):
             raise _unusable_error(
                 f"its adapter has rank {actual.rank} and alpha {actual.alpha:g}, this deployment's "
                 f"rank {adapter.rank} and alpha {adapter.alpha:g}"
@@ -295,20 +284,16 @@ class WeightsReader:
     def _adapter(self, opened: SavedOpened) -> Adapter:
         """Parse a checkpoint's adapter config. Raises: CallerError: this rank cannot use the
         adapter."""
+        tensors = TensorTable.read(opened.tensors).tensors
         try:
-            config = msgspec.json.decode(opened.adapter_config, type=_PeftConfig)
-        except msgspec.DecodeError as error:
-            raise _unusable_error(
-                f"its adapter_config.json is not a LoRA config: {error}"
-            ) from None
-        if config.use_rslora or config.use_dora or config.rank_pattern or config.alpha_pattern:
-            raise _unusable_error("its rslora, dora or per-layer settings are not supported")
+            config = AdapterConfig(opened.adapter_config)
+            scaling = config.uniform_scaling(adapted_layers(slot.name for slot in tensors))
+        except ValueError as error:
+            raise _unusable_error(f"its adapter is not supported: {error}") from None
         base = self.executor.settings.spec.model.registered
-        if opened.operation and config.base_model_name_or_path != base:
-            raise _unusable_error(
-                f"its base model is {config.base_model_name_or_path!r}, expected {base!r}"
-            )
-        return Adapter(rank=config.r, alpha=config.lora_alpha)
+        if opened.operation and config.base_model != base:
+            raise _unusable_error(f"its base model is {config.base_model!r}, expected {base!r}")
+        return Adapter(rank=scaling.rank, alpha=scaling.alpha)
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())

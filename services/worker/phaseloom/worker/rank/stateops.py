@@ -283,7 +283,11 @@ class StateOperations:
         """
         try:
             expected = await self.state.read_checkpoint(
-                args.name, args.source, optimizer=args.optimizer, load=call.operation.id
+                args.name,
+                args.source,
+                optimizer=args.optimizer,
+                load=call.operation.id,
+                adapter_config=self.executor.adapter_config,
             )
         except PhaseloomError as error:
             raise OperationRefused(error.info) from error

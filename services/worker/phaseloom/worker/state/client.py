@@ -225,14 +225,16 @@ class RankStateClient:
         digest = await self._run(lambda: digest_in_threads(extent.buffer))
         await self._commit_initial(digest, applied)
 
-    async def commit_checkpoint(self, name: str, applied: int) -> None:
+    async def commit_checkpoint(self, name: str, applied: int, adapter_config: str = "") -> None:
         """Have the state manager fill the extent from a checkpoint and ignore the heap's content.
 
         Call it instead of `commit_initial`.
+        Args:   adapter_config: as in `ReadCheckpoint`.
         Raises: the errors of `read_checkpoint`.
         """
         load = f"begins at {applied}"
-        read = await self._link.ask(ReadCheckpoint(name, load=load), CheckpointRead)
+        message = ReadCheckpoint(name, load=load, adapter_config=adapter_config)
+        read = await self._link.ask(message, CheckpointRead)
         await self._commit_initial(read.digest, applied)
 
     async def _commit_initial(self, digest: str, applied: int) -> None:
@@ -277,19 +279,25 @@ class RankStateClient:
         return (await self._link.ask(message, CheckpointWritten)).weights_sha256
 
     async def read_checkpoint(
-        self, name: str, source: str = "", *, optimizer: bool = True, load: str = ""
+        self,
+        name: str,
+        source: str = "",
+        *,
+        optimizer: bool = True,
+        load: str = "",
+        adapter_config: str = "",
     ) -> str:
         """Replace the state of all ranks by a checkpoint. Called by the leader.
 
         After any error, either nothing has changed or the state manager has disconnected the ranks.
         Args:    source, optimizer: as in `LoadState`.
-                 load: as in `ReadCheckpoint`.
+                 load, adapter_config: as in `ReadCheckpoint`.
         Returns: the SHA-256 of the checkpoint's weights; empty if the checkpoint does not record
                  it.
         Raises:  CallerError: NOT_FOUND; FAILED_PRECONDITION: the checkpoint is of another model.
                  ResourceError: DATA_LOSS; no host memory.
         """
-        message = ReadCheckpoint(name, source, optimizer, load)
+        message = ReadCheckpoint(name, source, optimizer, load, adapter_config)
         return (await self._link.ask(message, CheckpointRead)).weights_sha256
 
     async def open_saved(self, name: str, source: str) -> SavedOpened:
