@@ -42,6 +42,7 @@ from phaseloom.common.transport.connection import connect
 from phaseloom.common.transport.natsserver import EmbeddedServer
 from phaseloom.common.transport.services import call_api, serve_api
 from phaseloom.console.core.wire import Caller, Update
+from phaseloom.console.http import MAX_STREAMS
 from tests.support.processes import free_port, service
 
 PATIENCE_S = 30.0
@@ -213,6 +214,29 @@ async def test_updates_stream_and_go_on_where_a_page_was(shown: Console, bus: Bu
     elsewhere = await shown.ask("/api/events", headers={"Last-Event-ID": "17.5-3"})
     assert (await next_update(elsewhere))[1].is_whole, "another console's place says nothing here"
     elsewhere.close()
+
+
+async def test_streams_of_one_key_are_bounded_and_bad_input_is_no_failure(shown: Console) -> None:
+    origin_s = (await shown.state()).origin_s
+    streams = []
+    while (stream := await shown.ask("/api/events", "acme")).status == 200:
+        streams.append(stream)
+        assert len(streams) <= MAX_STREAMS
+    assert stream.status == 429
+    assert "event streams" in (await stream.json())["error"]["message"]
+    other = await shown.ask(f"/api/events?since={origin_s}-{'9' * 5000}", "globex")
+    assert other.status == 200, "another key has streams of its own"
+    other.close()
+    streams.pop().close()
+    async with asyncio.timeout(PATIENCE_S):
+        while (stream := await shown.ask("/api/events", "acme")).status == 429:
+            await asyncio.sleep(0.05)
+    assert stream.status == 200
+    for bearer in ("\udcff", "\u00ff", "a" * 5000):
+        answer = await shown.ask("/api/me", headers={"Authorization": f"Bearer {bearer}"})
+        assert answer.status == 401
+    for path in ("/?key=%ff", "/?key=%ed%a0%80", "/api/explain/%00", "/static/%ff", "/none"):
+        assert (await shown.ask(path)).status in (400, 401, 404), path
 
 
 async def next_update(stream: aiohttp.ClientResponse) -> tuple[str, Update]:

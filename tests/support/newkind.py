@@ -124,7 +124,7 @@ class Kept:
     def __init__(self) -> None:
         self.parts: list[OperationPart] = []
 
-    def check_room(self, num_bytes: int) -> None:
+    def check_room(self, *sizes: int) -> None:
         """There is room."""
 
     def submit(self, part: OperationPart) -> None:

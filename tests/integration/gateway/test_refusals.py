@@ -32,6 +32,12 @@ BODIES: list[bytes] = [
     b'{"model": "tiny", "prompt": [], "messages": [{}], "token_ids": [], "max_tokens": -5}',
     b'{"model": "tiny", "prompt": {"a": 1}, "messages": [], "token_ids": [999999999999]}',
     b"\x0a\x04none\x10\x01\x1a\xff\xff\x01",
+    b'{"model": "tiny", "prompt": [1], "messages": [], "unknown": ' + b"9" * 5000 + b"}",
+    b'{"model": "tiny", "prompt": [1], "messages": [], "unknown": "\xff"}',
+    b'{"model": "tiny", "prompt": [1], "messages": [], "unknown": ' + b"[" * 5000 + b"}",
+    b'{"model": "\\ud800", "session_id": "\\ud800", "model_id": "\\ud800", "path": "\\ud800"}',
+    b'{"model": "tiny", "prompt": "\\ud800", "messages": [{"content": "\\ud800"}]}',
+    b'{"model": "tiny", "prompt": [1], "max_tokens": NaN, "temperature": 1e999}',
 ]
 
 

@@ -98,6 +98,42 @@ async def test_any_replica_answers_for_the_one_that_was_killed(served: Served) -
         assert await call("save_weights", **model, seq_id=2, path="after") == save
 
 
+async def test_addresses_and_headers_of_any_form_are_no_failure(served: Served) -> None:
+    """A replica that passed such a call on answered with 500."""
+    key = f"X-API-Key: {served.key()}\r\n"
+    lines: list[tuple[str, str, int]] = [
+        ("GET http://x/v1/models", "", 200),
+        ("GET http://elsewhere/v1/none", "", 404),
+        ("GET http://x", "", 404),
+        ("GET //v1/models", "", 404),
+        ("CONNECT x:80", "", 404),
+        ("CONNECT x", "", 404),
+        ("OPTIONS *", "", 404),
+        ("OPTIONS /v1/models", "", 405),
+        ("GET /v1/models/%ff%00", "", 404),
+        ("GET /v1/models/%ed%a0%80", "", 404),
+        ("GET /v1/models", "Authorization: Bearer \udcff\r\n", 200),
+        ("GET /v1/models", "Host: [::1\r\n", 200),
+        ("POST /v1/completions", "Content-Length: -5\r\n", 400),
+        ("POST /v1/completions", "Content-Encoding: gzip\r\nContent-Length: 2\r\n", 400),
+        (f"GET /api/v1/sessions?limit={'9' * 5000}", "", 400),
+        ("GET /api/v1/sessions?limit=%D9%A3", "", 400),
+        ("GET /api/v1/sessions?offset=-1", "", 400),
+        (f"GET /api/v1/archives/t/r/weights/x?expires={'9' * 5000}&signature=a", "", 404),
+    ]
+    for line, headers, expected in lines * 4:  # so that both replicas get each of them
+        host = "" if "Host" in headers else "Host: x\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        body = "{}" if line.startswith("POST") else ""
+        text = f"{line} HTTP/1.1\r\n{host}{key}{headers}\r\n{body}"
+        try:
+            writer.write(text.encode(errors="surrogateescape"))
+            status = (await reader.readline()).split()[1]
+        finally:
+            writer.close()
+        assert int(status) == expected, (line, headers, status)
+
+
 @pytest.mark.slow
 async def test_nobody_waits_for_a_replica_that_hangs(served: Served) -> None:
     """What it was passed is passed to the one that serves the tenant now."""

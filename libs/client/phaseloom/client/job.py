@@ -329,7 +329,13 @@ class Deployment:
 
     @checked
     def submit(
-        self, seq: int, id: str, args: ops.Args, *, after: Dependencies = (), timeout_s: float = 0.0
+        self,
+        seq: int,
+        id: str,
+        args: ops.Args | list[ops.Args],
+        *,
+        after: Dependencies = (),
+        timeout_s: float = 0.0,
     ) -> OperationHandle[Any]:
         """Submit an operation under a number that the caller chose.
 
@@ -339,16 +345,26 @@ class Deployment:
         and `float32s` unpack them.
 
         Args:   id: unique name of the operation; reuse it only to submit the same operation again.
-        Raises: CallerError: the number is below 1 or has too many digits.
+                args: the arguments. A list has the parts of one batch (`split_batch`); they use
+                    the numbers from `seq` on, and their results are merged.
+        Raises: CallerError: the number is below 1 or has too many digits, or a part is too large
+                for one message. No number is used then.
         """
-        key = parse_operation_key(f"{self._job}.{self.name}.{seq}")
-        payload = encode(ops.Operation(id, self._session, args, self._refs(after), timeout_s))
-        self._outbox.check_room(len(payload))
+        refs = self._refs(after)
+        parts = args if isinstance(args, list) else [args]
+        messages = []
+        for index, part_args in enumerate(parts):
+            key = parse_operation_key(f"{self._job}.{self.name}.{seq + index}")
+            part_id = f"{id}.{index}" if index else id
+            payload = encode(ops.Operation(part_id, self._session, part_args, refs, timeout_s))
+            messages.append((key, part_id, ops.kind_of(part_args), payload))
+        self._outbox.check_room(*(len(payload) for *_, payload in messages))
         # Automatic numbers continue above the caller's.
-        self._next_seq = max(self._next_seq, seq + 1)
-        part = OperationPart(key, id, ops.kind_of(args), payload)
-        self._outbox.submit(part)
-        return OperationHandle([part], lambda results: results[0], self._outbox)
+        self._next_seq = max(self._next_seq, seq + len(parts))
+        submitted = [OperationPart(*message) for message in messages]
+        for part in submitted:
+            self._outbox.submit(part)
+        return OperationHandle(submitted, merge_packed, self._outbox)
 
     def _refs(self, after: Dependencies) -> list[ops.After]:
         refs: list[ops.After] = []
@@ -389,7 +405,7 @@ class Deployment:
             payload = encode(ops.Operation(id, self._session, args, refs, timeout_s))
             messages.append((id, ops.kind_of(args), payload))
         # Check the room for all parts before any of them reserves a `seq`.
-        self._outbox.check_room(sum(len(payload) for _, _, payload in messages))
+        self._outbox.check_room(*(len(payload) for _, _, payload in messages))
         submitted = []
         for id, kind, payload in messages:
             key = OperationKey(self._job.tenant, self._job.job, self.name, str(self._next_seq))
@@ -443,10 +459,14 @@ def merge_results(parts: list[ops.Result], expected: type[R]) -> R:
     if len(matching) != len(parts):
         names = ", ".join(type(part).__name__ for part in parts)
         raise InternalError(f"expected results of type {expected.__name__}, got {names}")
-    kind = KINDS[ops.result_kind(matching[0])]
-    if len(matching) == 1:
-        combined: R = kind.as_lists(matching[0])
-        return combined
-    assert kind.merge is not None, f"{kind.name} is never split"
-    combined = kind.as_lists(kind.merge(matching))
+    combined: R = KINDS[ops.result_kind(matching[0])].as_lists(merge_packed([*matching]))
     return combined
+
+
+def merge_packed(parts: list[Any]) -> Any:
+    """Combine the results of an operation's parts, given in order, without unpacking arrays."""
+    if len(parts) == 1:
+        return parts[0]
+    kind = KINDS[ops.result_kind(parts[0])]
+    assert kind.merge is not None, f"{kind.name} is never split"
+    return kind.merge(parts)

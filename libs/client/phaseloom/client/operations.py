@@ -34,7 +34,7 @@ from phaseloom.common.contract.errors import (
 )
 from phaseloom.common.contract.ids import JobKey, OperationKey
 from phaseloom.common.contract.operations import After, Completion, Outcome, Progress, Result
-from phaseloom.common.contract.streams import op_subject, out_subject
+from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES, op_subject, out_subject
 from phaseloom.common.observability import telemetry
 from phaseloom.common.transport.link import is_subject_taken
 from phaseloom.common.transport.natsclient import MeshClient
@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 _MAX_IN_FLIGHT = 16
 _MAX_UNSTORED_BYTES = 256 * 1024 * 1024
+_MAX_OPERATION_BYTES = MAX_PAYLOAD_BYTES - 4096
+"""The rest of a message is for its headers, which count as well."""
 _ACK_TIMEOUT_S = 5.0
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 1.0
@@ -281,15 +283,22 @@ class Outbox:
                 await self._closed.wait()
         return self.is_closed
 
-    def check_room(self, num_bytes: int) -> None:
-        """Check that the session accepts an operation of this size. Call it before assigning a
-        `seq`.
+    def check_room(self, *sizes: int) -> None:
+        """Check that the session accepts operations of these sizes. Call it before assigning a
+        `seq`: later operations would wait forever for one that cannot be sent.
 
-        Raises: PhaseloomError: the session is over. ResourceError: RESOURCE_EXHAUSTED: too many
-                bytes are waiting to be stored.
+        Raises: PhaseloomError: the session is over. CallerError: an operation is too large for one
+                message. ResourceError: RESOURCE_EXHAUSTED: too many bytes are waiting to be stored.
         """
         if self._ended:
             raise self._ended
+        num_bytes = sum(sizes)
+        if max(sizes) > _MAX_OPERATION_BYTES:
+            raise CallerError(
+                f"an operation must have at most {_MAX_OPERATION_BYTES} bytes, got {max(sizes)}",
+                field="args",
+                remedy="send fewer or shorter samples at once",
+            )
         if self._unstored_bytes + num_bytes > _MAX_UNSTORED_BYTES:
             raise ResourceError(
                 f"{self._unstored_bytes} bytes of operations are still waiting to be published",

@@ -10,8 +10,8 @@ import asyncio
 import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -19,7 +19,13 @@ import nats.errors
 from aiohttp import web
 
 from phaseloom.common.contract import api
-from phaseloom.common.contract.errors import CallerError, Code, ErrorInfo, PhaseloomError
+from phaseloom.common.contract.errors import (
+    CallerError,
+    Code,
+    ErrorInfo,
+    PhaseloomError,
+    ResourceError,
+)
 from phaseloom.common.contract.ids import JobKey, check_name, parse_operation_key
 from phaseloom.common.contract.state_agent import StatusReport
 from phaseloom.common.transport.services import call_api, call_node_api
@@ -31,6 +37,10 @@ from phaseloom.console.shell import Shell
 log = logging.getLogger(__name__)
 
 SHELL = web.AppKey("shell", Shell)
+STREAMS = web.AppKey("streams", Counter[Caller])
+MAX_STREAMS = 32
+"""Event streams that one key may have open. Each page has one."""
+_MAX_DIGITS = 15
 _NEWS_S = 0.25
 """Interval between two updates of a page."""
 _STATUS = {
@@ -92,7 +102,8 @@ KEYS = web.AppKey("keys", Keys)
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+    # A header may have bytes that are not UTF-8.
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
 def application(shell: Shell, keys: Keys) -> web.Application:
@@ -100,6 +111,7 @@ def application(shell: Shell, keys: Keys) -> web.Application:
     app.add_routes(routes)
     app[SHELL] = shell
     app[KEYS] = keys
+    app[STREAMS] = Counter()
     return app
 
 
@@ -164,26 +176,38 @@ async def _events(request: web.Request) -> web.StreamResponse:
     A page that reconnects names its last update in `Last-Event-ID`. If that update is no longer
     known, for example after a restart, the first update is the whole view.
     """
-    tenant = request.app[KEYS].of_request(request).tenant
-    view = request.app[SHELL].view
-    listener = Listener(view, tenant, _cursor(request, view.origin_s))
+    caller = request.app[KEYS].of_request(request)
+    view, streams = request.app[SHELL].view, request.app[STREAMS]
+    listener = Listener(view, caller.tenant, _cursor(request, view.origin_s))
+    if streams[caller] >= MAX_STREAMS:
+        raise ResourceError(
+            f"a key may have at most {MAX_STREAMS} event streams open",
+            code=Code.RESOURCE_EXHAUSTED,
+            remedy="close pages of the console",
+        )
     answer = web.StreamResponse(
         headers={**_HEADERS, "Content-Type": "text/event-stream", "Cache-Control": "no-store"}
     )
-    await answer.prepare(request)
-    with suppress(ConnectionResetError):  # the page was closed
-        while True:
+    streams[caller] += 1
+    try:
+        await answer.prepare(request)
+        while request.transport is not None:
             if update := listener.news(time.time()):
                 name = f"{update.origin_s}-{update.cursor}".encode()
                 await answer.write(b"id: %s\ndata: %s\n\n" % (name, msgspec.json.encode(update)))
             await asyncio.sleep(_NEWS_S)
+    except ConnectionResetError:
+        pass  # the page was closed
+    finally:
+        streams[caller] -= 1
     return answer
 
 
 def _cursor(request: web.Request, origin_s: float) -> int | None:
     text = request.headers.get("Last-Event-ID") or request.query.get("since", "")
     origin, _, number = text.rpartition("-")
-    return int(number) if number.isdecimal() and origin == str(origin_s) else None
+    is_number = number.isdecimal() and len(number) <= _MAX_DIGITS
+    return int(number) if is_number and origin == str(origin_s) else None
 
 
 @routes.get("/api/explain/{what}")

@@ -87,13 +87,20 @@ async def archive(request: web.Request) -> web.Response:
     expires_s = int(time.time() + _SIGNED_S)
     path = f"{PREFIX}/archives/{tenant.name}/{record.id.removeprefix('tinker://')}"
     signature = request.app[REPLICA].signature(tenant.name, path, expires_s)
-    scheme = request.headers.get("X-Forwarded-Proto", request.scheme)
-    url = URL.build(
-        scheme=scheme,
-        authority=request.host,
-        path=path,
-        query={"expires": str(expires_s), "signature": signature},
-    )
+    scheme = "https" if request.headers.get("X-Forwarded-Proto") == "https" else request.scheme
+    try:
+        url = URL.build(
+            scheme=scheme,
+            authority=request.host,
+            path=path,
+            query={"expires": str(expires_s), "signature": signature},
+        )
+    except ValueError as error:
+        raise CallerError(
+            f"expected an address of this gateway, got {request.host!r}: {error}",
+            field="Host",
+            remedy="send a valid Host header",
+        ) from error
     return web.json_response({"url": str(url), "expires": timestamp(expires_s)})
 
 

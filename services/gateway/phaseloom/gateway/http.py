@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import msgspec
 import nats.errors
 from aiohttp import web
 
 from phaseloom.client import CallerError, Code, PhaseloomError
-from phaseloom.gateway.replicas import REPLICA
+from phaseloom.common.contract.errors import to_exception, unexpected_error
+from phaseloom.common.process.workers import WorkerPool
+from phaseloom.gateway.replicas import REPLICA, content_of
 from phaseloom.gateway.tenants import Tenant
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _STATUS = {
     Code.NOT_FOUND: 404,
@@ -32,6 +35,11 @@ _TINKER = "/api/"
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 """OpenAI's names for errors."""
 MAX_BODY_BYTES = 64 * 2**20
+INLINE_BYTES = 2**18
+"""A larger body is decoded by a worker process."""
+_DECODE_S = 10.0
+"""Processor time that decoding a body may take."""
+WORKERS: web.AppKey[WorkerPool] = web.AppKey("workers", WorkerPool)
 _MAX_MESSAGE_CHARS = 2000
 _PAGE = 100
 """Number of listed items if a request does not specify it."""
@@ -52,15 +60,30 @@ def tenant_of(request: web.Request) -> Tenant:
     return seat.tenant
 
 
-async def content_of(request: web.Request) -> bytes:
-    """Return the body of a request. Raises: CallerError: the caller disconnected or sent invalid
-    HTTP."""
+async def worked_out(
+    request: web.Request,
+    function: Callable[[bytes, *Ts], T],
+    content: bytes,
+    *arguments: *Ts,
+    inline_bytes: int = INLINE_BYTES,
+) -> T:
+    """Apply a function to the body of a request, in a worker process if it is large.
+
+    Raises: PhaseloomError: what the function raised. CallerError: the body takes too long or too
+            much memory. ResourceError: the tenant has too many large calls at once.
+    """
+    if len(content) > inline_bytes:
+        pool, tenant = request.app[WORKERS], tenant_of(request).name
+        return await pool.run(
+            function, content, *arguments, deadline_s=_DECODE_S, what="the body", key=tenant
+        )
     try:
-        return await request.read()
-    except (ConnectionResetError, web.RequestPayloadError) as error:
-        raise CallerError(
-            f"the body arrived incomplete: {error}", field="body", remedy="send it again"
-        ) from error
+        return function(content, *arguments)
+    except PhaseloomError:
+        raise
+    except Exception as error:
+        log.exception("%s %s", request.method, request.path)
+        raise to_exception(unexpected_error(error)) from error
 
 
 async def body_of(request: web.Request, kind: type[T]) -> T:
@@ -72,7 +95,7 @@ def decoded(content: bytes, kind: type[T]) -> T:
     """Decode a JSON object. Raises: CallerError: it is invalid; names the field."""
     try:
         return msgspec.json.decode(content, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         message, _, location = str(error).partition(" - at `$")
         raise CallerError(message, field=location.strip("`.")) from error
 

@@ -12,12 +12,13 @@ from aiohttp import web
 
 from phaseloom.client import CallerError, connect
 from phaseloom.common.process import config, lifecycle
+from phaseloom.common.process.workers import WorkerPool
 from phaseloom.common.transport import connection
 from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
 from phaseloom.common.transport.serving import service_bus
 from phaseloom.gateway import checkpoints, openai, tinker
 from phaseloom.gateway.futures import Futures
-from phaseloom.gateway.http import MAX_BODY_BYTES, answered
+from phaseloom.gateway.http import MAX_BODY_BYTES, WORKERS, answered
 from phaseloom.gateway.models import Backends, Models
 from phaseloom.gateway.records import Book
 from phaseloom.gateway.replicas import PEERS, REPLICA, Replica, Seat, passed_on, peers
@@ -26,6 +27,7 @@ from phaseloom.gateway.tinker.sessions import end_silent_sessions
 
 log = logging.getLogger(__name__)
 
+_WORKER_MODULES = ("phaseloom.gateway.core.convert",)
 _END_S = 2.0
 """Time that calls waiting for a promise may continue after a stop was requested."""
 
@@ -124,7 +126,7 @@ async def serve(stop: asyncio.Event) -> None:
             app.add_routes(checkpoints.routes)
             app.add_routes(openai.routes)
             app[REPLICA] = Replica(settings.keys, seats)
-            async with peers() as app[PEERS]:
+            async with peers() as app[PEERS], WorkerPool(_WORKER_MODULES) as app[WORKERS]:
                 await _listen(app, settings, listener, seats, stop)
 
 

@@ -234,7 +234,7 @@ def _served(given_fields: _Fields, kind: type[msgspec.Struct], prefix: str) -> d
             fields[name] = _served(decoded(bytes(value), _Fields), _INNER[name], f"{field}.")
         elif name in kind.__struct_fields__:
             fields[name] = value
-        elif msgspec.json.decode(value) not in _NOTHING_ASKED.get(name, ()):
+        elif decoded(bytes(value), object) not in _NOTHING_ASKED.get(name, ()):
             raise CallerError(
                 f"{field} is not supported",
                 field=field,

@@ -7,6 +7,7 @@ mesh's. A record therefore only maps a name of the API to the mesh.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import hashlib
 import logging
 import time
@@ -111,8 +112,25 @@ class CallRecord(msgspec.Struct, frozen=True, tag="call"):
     """The call's answer. None: some steps are still missing."""
 
 
-Record = SessionRecord | ModelRecord | SamplerRecord | CheckpointRecord | CallRecord
-R = TypeVar("R", SessionRecord, ModelRecord, SamplerRecord, CheckpointRecord, CallRecord)
+class SplitRecord(msgspec.Struct, frozen=True, tag="split"):
+    """A training call that needs several operations, because it is too large for one message. The
+    operations of the model's later calls have higher numbers."""
+
+    tenant: str
+    id: str
+    """Name of the call's promise."""
+    model: str
+    seq: int
+    """The SDK's number of the call."""
+    first: int
+    """The mesh's number of the call's first operation."""
+    last: int
+
+
+Record = SessionRecord | ModelRecord | SamplerRecord | CheckpointRecord | CallRecord | SplitRecord
+R = TypeVar(
+    "R", SessionRecord, ModelRecord, SamplerRecord, CheckpointRecord, CallRecord, SplitRecord
+)
 
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
@@ -127,6 +145,8 @@ class Book:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._records: dict[tuple[type[Record], str, str], Record] = {}
+        self._splits: dict[str, list[SplitRecord]] = {}
+        """The split calls of each model, by number."""
         self._sequences: dict[str, int] = {}
         """Each record's sequence number in the bucket's stream, by key."""
 
@@ -184,6 +204,8 @@ class Book:
             with suppress(Conflict):
                 await self._bus.keys.delete(Bucket.GATEWAY, key, sequence)
             del self._sequences[key]
+        if isinstance(record, SplitRecord):
+            self._splits.pop(record.model, None)  # dropped only with the model's session
         self._records.pop((type(record), record.tenant, record.id), None)
 
     def find(self, kind: type[R], tenant: str, id: str) -> R | None:
@@ -221,7 +243,33 @@ class Book:
             and (record.has_expired or record.replaces is not None)
         ]
 
+    def numbers(self, model: ModelRecord, seq: int) -> range:
+        """Return the mesh's numbers of a model's call: several if the call was split."""
+        splits = self._splits.get(model.id, [])
+        index = bisect.bisect_right(splits, seq, key=lambda split: split.seq)
+        if not index:
+            return range(seq + model.offset, seq + model.offset + 1)
+        newest = splits[index - 1]
+        if newest.seq == seq:
+            return range(newest.first, newest.last + 1)
+        number = newest.last + seq - newest.seq
+        return range(number, number + 1)
+
+    async def split(self, model: ModelRecord, seq: int, id: str, num_operations: int) -> None:
+        """Let a call use several numbers of the mesh. None of them, and no later one, may be in
+        use. Raises: as `put`."""
+        if len(self.numbers(model, seq)) == 1:
+            first = self.numbers(model, seq)[0]
+            record = SplitRecord(model.tenant, id, model.id, seq, first, first + num_operations - 1)
+            # Counted before it is stored, because a later call may arrive meanwhile.
+            self._remember(record)
+        await self.put(self.get(SplitRecord, model.tenant, id))
+
     def _remember(self, record: Record) -> None:
+        if isinstance(record, SplitRecord):
+            splits = self._splits.setdefault(record.model, [])
+            if record not in splits:
+                bisect.insort(splits, record, key=lambda split: split.seq)
         self._records[type(record), record.tenant, record.id] = record
 
 

@@ -23,7 +23,7 @@ import nats.errors
 from aiohttp import web
 from yarl import URL
 
-from phaseloom.client import PhaseloomError, ResourceError
+from phaseloom.client import CallerError, PhaseloomError, ResourceError
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.bus import Bus
@@ -148,6 +148,17 @@ def peers() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(timeout=_TIMEOUT, connector=aiohttp.TCPConnector(limit=0))
 
 
+async def content_of(request: web.Request) -> bytes:
+    """Return the body of a request. Raises: CallerError: the caller disconnected or sent invalid
+    HTTP."""
+    try:
+        return await request.read()
+    except (ConnectionResetError, web.RequestPayloadError) as error:
+        raise CallerError(
+            f"the body arrived incomplete: {error}", field="body", remedy="send it again"
+        ) from error
+
+
 @web.middleware
 async def passed_on(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -158,7 +169,7 @@ async def passed_on(
     Raises: ResourceError: no replica serves the tenant.
     """
     seat = request.app[REPLICA].seat(request)
-    if seat is None:
+    if seat is None or request.match_info.http_exception is not None:  # there is no such call
         return await handler(request)
     deadline = time.monotonic() + _SEARCH_S
     while request.transport is not None:
@@ -211,8 +222,9 @@ async def _pass_on_while_served(
 async def _pass_on(request: web.Request, address: str) -> web.StreamResponse | None:
     """Return another replica's answer, or None if it is silent or does not serve the tenant."""
     headers = {name: request.headers[name] for name in _PASSED if name in request.headers}
-    url = URL(address + request.raw_path, encoded=True)
-    body = await request.read()
+    # The raw path of a request may be a whole URL.
+    url = URL(address + request.rel_url.raw_path_qs, encoded=True)
+    body = await content_of(request)
     try:
         async with request.app[PEERS].request(
             request.method, url, headers={**headers, _PASSED_ON: "1"}, data=io.BytesIO(body)

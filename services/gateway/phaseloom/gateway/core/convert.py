@@ -6,6 +6,7 @@ plain sum over tokens, gradients add up until a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
+from msgspec.structs import replace
 
+from phaseloom.client.batches import split_batch
 from phaseloom.common.contract.arrays import (
     Float32s,
     Int32s,
@@ -21,8 +24,9 @@ from phaseloom.common.contract.arrays import (
     pack_float32s,
     pack_int32s,
 )
-from phaseloom.common.contract.checks import MAX_TARGETS
-from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.checks import MAX_NEW_TOKENS, MAX_TARGETS
+from phaseloom.common.contract.codec import decode, encode
+from phaseloom.common.contract.errors import CallerError, ErrorInfo
 from phaseloom.common.contract.operations import (
     AdamParams,
     Datum,
@@ -43,8 +47,97 @@ _ARRAYS = {"weights", "logprobs", "advantages"}
 _OUTPUT = "ArrayRecord"
 _MASKED = -99_999.0
 """The SDK's log-probability for a position that has none."""
-MAX_VALUES = 2**24
-"""Maximum values of a tensor, far more than a request can contain."""
+MAX_DATUMS = 8192
+"""Maximum datums of a call. The SDK sends at most 1,024."""
+MAX_DENSE_BYTES = 64 * 2**20
+"""Maximum bytes of a call's tensors on the mesh, where sparse ones become dense."""
+_MAX_HEAD_FIELDS = 4096
+
+
+class Converted(msgspec.Struct, frozen=True):
+    """A `ForwardBackwardRequest` as operations of the mesh."""
+
+    parts: list[bytes] = []
+    """The arguments of the operations in MessagePack: more than one if the batch does not fit in
+    one message."""
+    num_targets: int = 1
+    weights: list[bytes] | None = None
+    """Each datum's weights (float32), if a `forward` reports its loss. Empty: all are 1."""
+    refusal: ErrorInfo | None = None
+    """Why the mesh does not support the request."""
+
+    @property
+    def args(self) -> list[Forward | ForwardBackward]:
+        return [decode(part, Forward | ForwardBackward) for part in self.parts]
+
+
+def converted(content: bytes, context: int) -> Converted:
+    """Convert the body of a request, and split its batch if necessary.
+
+    Args:   context: maximum tokens of a datum.
+    Raises: CallerError: it cannot be read, or one datum is too large for a message.
+    """
+    request = read_request(content)
+    try:
+        args = trained(request, context)
+    except CallerError as error:
+        return Converted(refusal=error.info)
+    has_loss = request.forward_only and request.loss_fn == Loss.CROSS_ENTROPY
+    return Converted(
+        [encode(replace(args, batch=part)) for part in split_batch(args.batch)],
+        args.batch[0].num_targets if args.batch else 1,
+        [_weights(datum) for datum in request.data] if has_loss else None,
+    )
+
+
+def _weights(datum: Any) -> bytes:
+    inputs = datum.loss_fn_inputs
+    if "weights" not in inputs:
+        return b""
+    return bytes(_array(inputs["weights"], "weights").astype("<f4").tobytes())
+
+
+def head(content: bytes) -> tuple[str, int]:
+    """Return the model and the number of a call from the first fields of its body, so that a call
+    that cannot be read or converted still uses up its number.
+
+    Raises: CallerError: the body does not begin with them.
+    """
+    model, seq, position = "", 0, 0
+    try:
+        for _ in range(_MAX_HEAD_FIELDS):
+            tag, position = _varint(content, position)
+            if tag & 7 == 2:
+                length, position = _varint(content, position)
+                if tag == 10:
+                    model = content[position : position + length].decode()
+                position += length
+            elif tag & 7 == 0:
+                value, position = _varint(content, position)
+                seq = value if tag == 16 else seq
+            else:
+                break
+            if model and seq:
+                return model, seq - (seq >> 63 << 64)
+    except (IndexError, UnicodeDecodeError):
+        pass
+    raise CallerError(
+        "expected a ForwardBackwardRequest that begins with model_id and seq_id",
+        field="body",
+        remedy="use version 0.25 or newer of the SDK",
+    )
+
+
+def _varint(content: bytes, position: int) -> tuple[int, int]:
+    """Return a number and the position after it. Raises: IndexError: there is none."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = content[position]
+        position += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, position
+    raise IndexError
 
 
 def read_request(content: bytes) -> Any:
@@ -67,6 +160,7 @@ def trained(request: Any, context: int) -> Forward | ForwardBackward:
     Args:   context: maximum tokens of a datum.
     Raises: CallerError: names the part that the mesh does not support.
     """
+    _check_size(request)
     batch = [_datum(request, index) for index in range(len(request.data))]
     for index, datum in enumerate(batch):
         num_tokens = len(datum.tokens) // 4
@@ -88,6 +182,31 @@ def trained(request: Any, context: int) -> Forward | ForwardBackward:
     if request.forward_only:
         return Forward([Datum(d.tokens, d.targets, num_targets=d.num_targets) for d in batch])
     return ForwardBackward(batch, loss, logprobs=True, **_settings(request, loss))
+
+
+def _check_size(request: Any) -> None:
+    """Check how large the tensors are once they are dense, before any of them is.
+
+    Raises: CallerError: they are too large.
+    """
+    if len(request.data) > MAX_DATUMS:
+        raise CallerError(
+            f"a call must have at most {MAX_DATUMS} datums, got {len(request.data)}",
+            field="data",
+            remedy="send fewer datums per call",
+        )
+    num_bytes = 0
+    for datum in request.data:
+        for tensor in datum.loss_fn_inputs.values():
+            is_sparse = tensor.WhichOneof("kind") == "sparse_csr"
+            num_bytes += 4 * math.prod(tensor.shape) if is_sparse else len(tensor.dense)
+            if min(tensor.shape, default=0) < 0 or num_bytes > MAX_DENSE_BYTES:
+                raise CallerError(
+                    "the tensors of a call must have 0 or more rows and at most "
+                    f"{MAX_DENSE_BYTES} bytes without sparsity",
+                    field="data",
+                    remedy="send fewer datums per call, or fewer targets per position",
+                )
 
 
 def _check_same_shape(batch: Sequence[Datum]) -> None:
@@ -147,7 +266,7 @@ def _datum(request: Any, index: int) -> Datum:
     if request.forward_only:  # the gateway computes the loss from these weights
         arrays = {name: array for name, array in arrays.items() if name == "weights"}
     elif request.loss_fn == Loss.CROSS_ENTROPY:
-        arrays.setdefault("weights", np.ones(targets.shape))
+        arrays.setdefault("weights", np.ones(targets.shape, "<f4"))
     if unknown := sorted(arrays.keys() - _ARRAYS):
         raise CallerError(
             f"no loss has an input {unknown[0]!r}",
@@ -221,8 +340,6 @@ def _densified(sparse: Any, shape: Sequence[int], dtype: str) -> npt.NDArray[Any
     is_sound = ends.size == rows + 1 and not ends[0] and ends[-1] == values.size == at.size
     if not is_sound or (counts < 0).any() or ((at < 0) | (at >= columns)).any():
         raise ValueError("the indices of rows and columns contradict each other")
-    if rows * columns > MAX_VALUES:
-        raise ValueError(f"{rows} rows of {columns} are too many")
     dense = np.zeros((rows, columns), dtype)
     dense[np.repeat(np.arange(rows), counts), at] = values
     return dense
@@ -248,21 +365,20 @@ def trained_output(
     return bytes(output.SerializeToString())
 
 
-def forward_loss(request: Any, result: ForwardResult) -> dict[str, float]:
+def forward_loss(weights: list[bytes] | None, result: ForwardResult) -> dict[str, float]:
     """Compute the loss that the SDK's `forward` returns: the weighted sum of log-probabilities.
 
     The mesh's `forward` has no loss.
 
-    Returns: `loss:sum`, or nothing for any loss except cross entropy.
+    Returns: `loss:sum`, or nothing for any loss except cross entropy, which has no weights.
     """
-    if request.loss_fn != Loss.CROSS_ENTROPY:
+    if weights is None:
         return {}
     total = 0.0
-    for index, logprobs in enumerate(result.logprobs):
-        inputs = request.data[index].loss_fn_inputs
+    for logprobs, packed_weights in zip(result.logprobs, weights, strict=True):
         values = np.frombuffer(_packed(logprobs), "<f4")
-        weights = _array(inputs["weights"], "weights") if "weights" in inputs else np.ones(1)
-        total -= float((values * weights.ravel()).sum())
+        factors = np.frombuffer(packed_weights, "<f4") if packed_weights else np.ones(1, "<f4")
+        total -= float((values * factors).sum(dtype=np.float64))
     return {"loss:sum": total}
 
 
@@ -271,7 +387,7 @@ def _packed(values: Float32s) -> bytes:
 
 
 def sampled_output(
-    result: GenerateResult, num_top: int = 0, num_prompt_top: int = 0, last_n: int = MAX_VALUES
+    result: GenerateResult, num_top: int = 0, num_prompt_top: int = 0, last_n: int = MAX_NEW_TOKENS
 ) -> bytes:
     """Build a `SampleResponse`. Log-probabilities are the model's own, at temperature 1.
 

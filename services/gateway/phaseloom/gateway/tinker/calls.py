@@ -6,10 +6,12 @@ even from a gateway that was restarted meanwhile.
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -18,16 +20,21 @@ from msgspec.structs import replace
 from phaseloom.client import (
     Adapter,
     CallerError,
+    Code,
     OperationHandle,
     PhaseloomError,
     outcome_of,
 )
 from phaseloom.common.contract import operations as ops
 from phaseloom.gateway.futures import Answer, Promise
+from phaseloom.gateway.http import INLINE_BYTES, body_of, tenant_of
 from phaseloom.gateway.models import TrainedModel
 from phaseloom.gateway.records import CallRecord, ModelRecord
+from phaseloom.gateway.replicas import content_of
 from phaseloom.gateway.tenants import Tenant
-from phaseloom.gateway.tinker.requests import ATTENTION, MLP, UNEMBED
+from phaseloom.gateway.tinker.requests import ATTENTION, MLP, UNEMBED, Numbered
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 _MAX_METADATA_BYTES = 65_536
 """Maximum bytes of a model's or a checkpoint's metadata."""
@@ -54,26 +61,50 @@ class Opened:
         """Return the name of an operation of the model's policy, on the mesh and as a promise."""
         return f"{self.record.id}:{seq}"
 
-    def submit(self, seq: int, args: ops.Args) -> OperationHandle[Any]:
-        return self.model.policy.submit(seq + self.record.offset, self.name(seq), args)
+    def submit(self, seq: int, *parts: ops.Args) -> OperationHandle[Any]:
+        """Submit a call's operation, or all parts of one for which `split` was called."""
+        numbers = self.tenant.book.numbers(self.record, seq)
+        if len(numbers) != len(parts):
+            raise CallerError(
+                f"call {seq} was sent with other data before",
+                code=Code.ALREADY_EXISTS,
+                field="seq_id",
+                remedy="use a new number for other data",
+            )
+        return self.model.policy.submit(numbers[0], self.name(seq), [*parts])
+
+    async def split(self, seq: int, num_parts: int) -> None:
+        """Let a call use several numbers of the mesh, and later calls the numbers after them.
+
+        Raises: CallerError: later calls have their numbers already.
+        """
+        numbers = self.tenant.book.numbers(self.record, seq)
+        if len(numbers) == 1 and self.model.policy.next_seq > numbers[0]:
+            raise CallerError(
+                f"call {seq} needs {num_parts} messages, but later calls were sent before it",
+                field="data",
+                remedy="send calls in order, or fewer datums per call",
+            )
+        await self.tenant.book.split(self.record, seq, self.name(seq), num_parts)
 
     def promise(
         self,
         seq: int,
-        args: ops.Args,
+        parts: Sequence[ops.Args],
         answer: Callable[[Any], Coroutine[Any, Any, Answer]],
         num_targets: int = 1,
     ) -> tuple[str, Promise]:
         """Return the promise of an operation, submitting the operation unless that was done before.
 
-        Args: answer: builds the answer from the operation's result.
+        Args: parts: the operation's arguments, as `submit` takes them.
+              answer: builds the answer from the operation's result.
               num_targets: targets per position. If above 1, it becomes part of the name, because a
                   later gateway needs it to build the answer.
         """
         name = self.name(seq) + (f"x{num_targets}" if num_targets > 1 else "")
         promise = self.tenant.futures.find(name)
         if promise is None:
-            handle = self.submit(seq, args)
+            handle = self.submit(seq, *parts)
 
             async def work() -> Answer:
                 return await answer(await outcome_of(handle))
@@ -103,6 +134,44 @@ def refused(
 
     name = f"refused {promised[0]}"
     return name, tenant.futures.promise(name, refuse, promised[1].handle)
+
+
+async def use_up(
+    tenant: Tenant, model: str, seq: int, refused_args: ops.Args, error: PhaseloomError
+) -> None:
+    """Give the number of a call that cannot be read to an operation that the mesh refuses.
+
+    Otherwise later calls of the model would wait for it forever. Does nothing if the tenant has no
+    such model.
+    """
+    if tenant.book.find(ModelRecord, tenant.name, model) is None or seq < 1:
+        return
+    opened = await open_model(tenant, model)
+
+    async def never(_: Any) -> Answer:
+        raise error
+
+    parts = [refused_args] * len(tenant.book.numbers(opened.record, seq))
+    await opened.promise(seq, parts, never)[1].stored()
+
+
+async def numbered_body(request: web.Request, kind: type[T], refused_args: ops.Args) -> T:
+    """Return the JSON body of a numbered call.
+
+    Args:   refused_args: an operation that the mesh refuses. It uses up the number of a call that
+                is invalid.
+    Raises: CallerError: as `decoded`.
+    """
+    content = await content_of(request)
+    try:
+        return await body_of(request, kind)
+    except CallerError as error:
+        with suppress(ValueError, RecursionError, msgspec.ValidationError):
+            # Python reads NaN as well
+            loose = json.loads(content) if len(content) <= INLINE_BYTES else {}
+            number = msgspec.convert(loose, Numbered)
+            await use_up(tenant_of(request), number.model_id, number.seq_id, refused_args, error)
+        raise
 
 
 Begun = tuple[Callable[[], Coroutine[Any, Any, dict[str, Any]]], OperationHandle[Any] | None]

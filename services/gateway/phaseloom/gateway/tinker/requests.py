@@ -97,6 +97,13 @@ class OfModel(Loose, frozen=True):
     model_id: str
 
 
+class Numbered(Loose, frozen=True):
+    """What every numbered call of a model has."""
+
+    model_id: str
+    seq_id: int
+
+
 class OptimStep(Loose, frozen=True):
     model_id: str
     seq_id: int

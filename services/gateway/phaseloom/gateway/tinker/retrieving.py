@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from phaseloom.client import Lost, ResourceError
+from phaseloom.client.job import merge_packed
 from phaseloom.common.contract import operations as ops
 from phaseloom.common.contract.errors import to_exception
 from phaseloom.gateway.core import convert
@@ -84,8 +85,9 @@ async def _earlier(tenant: Tenant, name: str) -> Promise | None:
 
     async def found() -> Answer:
         try:
-            trained = await tenant.models.trained(record.job, record.adapter)
-            done = await trained.job.outcome(POLICY, int(seq) + record.offset)
+            job = (await tenant.models.trained(record.job, record.adapter)).job
+            numbers = tenant.book.numbers(record, int(seq))
+            done = [await job.outcome(POLICY, number) for number in numbers]
         except ResourceError as error:  # about the connection, not about the operation
             raise Lost(error.info.message, remedy="ask again") from error
         return _answer_of(done, int(num_targets or 1))
@@ -101,15 +103,19 @@ _CALLS: dict[str, tuple[type[Any], Callable[..., Coroutine[Any, Any, tuple[str, 
 """Calls of several steps: the type of the request, and the function that returns the promise."""
 
 
-def _answer_of(done: ops.Completion, num_targets: int) -> Answer:
-    """Build the answer to a call whose operation another gateway submitted."""
-    match done.result:
+def _answer_of(done: list[ops.Completion], num_targets: int) -> Answer:
+    """Build the answer to a call whose operation, or its parts, another gateway submitted."""
+    for part in done:
+        if part.error is not None:
+            return failed(to_exception(part.error))
+        if part.result is None:
+            return {"error": f"the operation was {part.outcome}", "category": "server"}
+    match merge_packed([part.result for part in done]):
         case ops.ForwardResult() as result:
             return convert.trained_output(result, {}, num_targets)
         case ops.ForwardBackwardResult() as result:
             return convert.trained_output(result, result.metrics, num_targets)
         case ops.OptimStepResult() as result:
             return {"type": "optim_step", "metrics": result.metrics}
-    if done.error is not None:
-        return failed(to_exception(done.error))
-    return {"error": f"the operation was {done.outcome}", "category": "server"}
+        case other:
+            raise AssertionError(f"{other} is the result of no call that is asked for here")

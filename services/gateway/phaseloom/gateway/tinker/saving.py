@@ -13,7 +13,7 @@ from phaseloom.client import CallerError, Code, outcome_of
 from phaseloom.common.contract import operations as ops
 from phaseloom.gateway.checkpoints import clean_up, ttl_of
 from phaseloom.gateway.futures import Answer, Promise
-from phaseloom.gateway.http import PREFIX, body_of, tenant_of
+from phaseloom.gateway.http import PREFIX, tenant_of
 from phaseloom.gateway.models import POLICY, SAMPLER
 from phaseloom.gateway.records import CheckpointRecord, ModelRecord, SamplerRecord
 from phaseloom.gateway.tenants import Tenant
@@ -23,6 +23,7 @@ from phaseloom.gateway.tinker.calls import (
     answer_with,
     kept_call,
     metadata_of,
+    numbered_body,
     open_model,
     refused,
 )
@@ -34,12 +35,15 @@ _MAX_NAME_CHARS = 256
 _KEPT_VERSIONS = 4
 """Unnamed sampler weights that are kept per model: the newest ones."""
 
+_REFUSED_SAVE, _REFUSED_LOAD = ops.SaveState(""), ops.LoadState("")
+"""Operations that the mesh refuses, because they have no name."""
+
 routes = web.RouteTableDef()
 
 
 @routes.post(PREFIX + "/save_weights")
 async def save_weights(request: web.Request) -> web.Response:
-    tenant, body = tenant_of(request), await body_of(request, SaveWeights)
+    tenant, body = tenant_of(request), await numbered_body(request, SaveWeights, _REFUSED_SAVE)
     return await answer_with(await save_promise(tenant, body))
 
 
@@ -58,7 +62,7 @@ async def save_promise(tenant: Tenant, body: SaveWeights) -> tuple[str, Promise]
                 remedy="choose another name, or save with overwrite=True",
             )
     except CallerError as error:
-        return _refused(opened, body.seq_id, ops.SaveState(""), error)
+        return _refused(opened, body.seq_id, _REFUSED_SAVE, error)
     saved = _checkpoint(opened.record, path, POLICY, name, metadata)
 
     def begin() -> Begun:
@@ -76,7 +80,7 @@ async def save_promise(tenant: Tenant, body: SaveWeights) -> tuple[str, Promise]
 
 @routes.post(PREFIX + "/save_weights_for_sampler")
 async def save_weights_for_sampler(request: web.Request) -> web.Response:
-    tenant, body = tenant_of(request), await body_of(request, SaveWeights)
+    tenant, body = tenant_of(request), await numbered_body(request, SaveWeights, _REFUSED_SAVE)
     return await answer_with(await save_for_sampler_promise(tenant, body))
 
 
@@ -88,7 +92,7 @@ async def save_for_sampler_promise(tenant: Tenant, body: SaveWeights) -> tuple[s
         path = None if body.path is None else _path(record, "sampler_weights", body.path)
         ttl_s, metadata = ttl_of(body.ttl_seconds), metadata_of(body.user_metadata)
     except CallerError as error:
-        return _refused(opened, body.seq_id, ops.SaveState(""), error)
+        return _refused(opened, body.seq_id, _REFUSED_SAVE, error)
     version = _mesh_name(body.path or "", body.seq_id)
     keep, kept_s = (_KEPT_VERSIONS, 0.0) if path is None else (0, ttl_s)
 
@@ -120,19 +124,19 @@ async def save_for_sampler_promise(tenant: Tenant, body: SaveWeights) -> tuple[s
 @routes.post(PREFIX + "/save_weights_external")
 async def save_weights_external(request: web.Request) -> web.Response:
     """Refuse the call. Its number still counts, as that of a supported call."""
-    tenant, body = tenant_of(request), await body_of(request, SaveWeights)
+    tenant, body = tenant_of(request), await numbered_body(request, SaveWeights, _REFUSED_SAVE)
     opened = await open_model(tenant, body.model_id)
     error = CallerError(
         "save_weights_external is not supported",
         field="type",
         remedy="use save_weights_for_sampler and download the checkpoint, which peft can read",
     )
-    return await answer_with(_refused(opened, body.seq_id, ops.SaveState(""), error))
+    return await answer_with(_refused(opened, body.seq_id, _REFUSED_SAVE, error))
 
 
 @routes.post(PREFIX + "/load_weights")
 async def load_weights(request: web.Request) -> web.Response:
-    tenant, body = tenant_of(request), await body_of(request, LoadWeights)
+    tenant, body = tenant_of(request), await numbered_body(request, LoadWeights, _REFUSED_LOAD)
     return await answer_with(await load_promise(tenant, body))
 
 
@@ -145,7 +149,7 @@ async def load_promise(tenant: Tenant, body: LoadWeights) -> tuple[str, Promise]
         if body.model_id is None or body.seq_id is None:
             raise
         opened = await open_model(tenant, body.model_id)
-        return _refused(opened, body.seq_id, ops.LoadState(""), error)
+        return _refused(opened, body.seq_id, _REFUSED_LOAD, error)
     if body.session_id is not None and body.model_seq_id is not None:
         metadata = metadata_of(body.user_metadata)
         like = ModelRecord("", "", "", saved.base, 1, metadata, saved.adapter)
@@ -182,7 +186,7 @@ def _refused(
     async def never(_: Any) -> Answer:
         raise error
 
-    return refused(opened.tenant, opened.promise(seq, nameless, never), error)
+    return refused(opened.tenant, opened.promise(seq, [nameless], never), error)
 
 
 async def _keep_checkpoint(tenant: Tenant, saved: CheckpointRecord, ttl_s: float) -> None:

@@ -21,6 +21,7 @@ from phaseloom.gateway.records import (
     ModelRecord,
     SamplerRecord,
     SessionRecord,
+    SplitRecord,
 )
 from phaseloom.gateway.tenants import Tenant
 from phaseloom.gateway.tinker.calls import lora_fields, metadata_of
@@ -36,7 +37,8 @@ routes = web.RouteTableDef()
 
 @routes.post(PREFIX + "/client/config")
 async def client_config(request: web.Request) -> web.Response:
-    return web.json_response({"pjwt_auth_enabled": False})
+    # The parts of a large batch must arrive in order: one that is split moves the later numbers.
+    return web.json_response({"pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": False})
 
 
 @routes.post(PREFIX + "/client/dynamic_config")
@@ -106,7 +108,9 @@ async def _end_session(tenant: Tenant, session: SessionRecord) -> None:
     for model in tenant.book.all(ModelRecord, tenant.name):
         if model.id.startswith(f"{session.id}:"):
             await finish(tenant, model)
-    for call in tenant.book.all(CallRecord, tenant.name):
+    calls: list[CallRecord | SplitRecord] = [*tenant.book.all(CallRecord, tenant.name)]
+    calls += tenant.book.all(SplitRecord, tenant.name)
+    for call in calls:
         if call.id.startswith(f"{session.id}:"):
             await tenant.book.drop(call)
     await tenant.book.drop(session)

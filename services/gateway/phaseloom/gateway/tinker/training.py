@@ -8,23 +8,35 @@ from typing import Any
 from aiohttp import web
 from msgspec.structs import replace
 
-from phaseloom.client import AdamParams, CallerError, Code, PhaseloomError
+from phaseloom.client import AdamParams, CallerError, Code, InternalError, PhaseloomError
 from phaseloom.common.contract import operations as ops
+from phaseloom.common.contract.errors import to_exception
 from phaseloom.common.contract.ids import check_name
 from phaseloom.gateway.core import convert
 from phaseloom.gateway.futures import Answer, Promise
-from phaseloom.gateway.http import PREFIX, body_of, content_of, tenant_of
+from phaseloom.gateway.http import PREFIX, body_of, tenant_of, worked_out
 from phaseloom.gateway.models import context_of
 from phaseloom.gateway.records import ModelRecord, SessionRecord
+from phaseloom.gateway.replicas import content_of
 from phaseloom.gateway.tenants import Tenant
 from phaseloom.gateway.tinker.calls import (
+    Opened,
     answer_with,
     lora_fields,
     metadata_of,
+    numbered_body,
     open_model,
     refused,
+    use_up,
 )
 from phaseloom.gateway.tinker.requests import CreateModel, LoraConfig, OfModel, OptimStep
+
+_INLINE_BYTES = 2**16
+"""A larger training call is converted by a worker process: its sparse tensors become larger."""
+_REFUSED_TRAINING = ops.ForwardBackward([], ops.Loss.CROSS_ENTROPY)
+_REFUSED_STEP = ops.OptimStep(AdamParams(learning_rate=-1.0))
+"""Operations that the mesh refuses. They use up the numbers of refused calls, for which later calls
+would wait forever."""
 
 routes = web.RouteTableDef()
 
@@ -125,49 +137,50 @@ async def finish(tenant: Tenant, model: ModelRecord) -> None:
 
 @routes.post(PREFIX + "/forward_backward")
 async def forward_backward(request: web.Request) -> web.Response:
-    tenant = tenant_of(request)
-    body = convert.read_request(await content_of(request))
-    opened = await open_model(tenant, body.model_id)
-    context = context_of(await tenant.base(opened.record.base))
-    refusal: PhaseloomError | None = None
-    args: ops.Args
+    tenant, content = tenant_of(request), await content_of(request)
+    model, seq = convert.head(content)
+    opened = await open_model(tenant, model)
     try:
-        args = convert.trained(body, context)
-    except CallerError as error:
-        # Submit an empty operation that the mesh refuses. It uses up the number, for which later
-        # calls would otherwise wait.
-        refusal = error
-        empty = ops.ForwardBackward([], ops.Loss.CROSS_ENTROPY)
-        args = ops.Forward([]) if body.forward_only else empty
+        context = context_of(await tenant.base(opened.record.base))
+        call = await worked_out(
+            request, convert.converted, content, context, inline_bytes=_INLINE_BYTES
+        )
+        if len(call.parts) > 1:
+            await opened.split(seq, len(call.parts))
+        promised = _trained(opened, seq, call)
+    except (CallerError, InternalError) as error:
+        await use_up(tenant, model, seq, _REFUSED_TRAINING, error)
+        raise
+    return await answer_with(promised)
 
-    num_targets = args.batch[0].num_targets if args.batch else 1
 
+def _trained(opened: Opened, seq: int, call: convert.Converted) -> tuple[str, Promise]:
     async def answer(result: Any) -> Answer:
         is_forward = isinstance(result, ops.ForwardResult)
-        metrics = convert.forward_loss(body, result) if is_forward else result.metrics
-        return convert.trained_output(result, metrics, num_targets)
+        metrics = convert.forward_loss(call.weights, result) if is_forward else result.metrics
+        return convert.trained_output(result, metrics, call.num_targets)
 
-    promised = opened.promise(body.seq_id, args, answer, num_targets)
-    if refusal is not None:
-        promised = refused(tenant, promised, refusal)
-    return await answer_with(promised)
+    if call.refusal is None:
+        return opened.promise(seq, call.args, answer, call.num_targets)
+    promised = opened.promise(seq, [_REFUSED_TRAINING], answer)
+    return refused(opened.tenant, promised, to_exception(call.refusal))
 
 
 @routes.post(PREFIX + "/optim_step")
 async def optim_step(request: web.Request) -> web.Response:
-    tenant, body = tenant_of(request), await body_of(request, OptimStep)
+    tenant, body = tenant_of(request), await numbered_body(request, OptimStep, _REFUSED_STEP)
     opened = await open_model(tenant, body.model_id)
     refusal: PhaseloomError | None = None
+    args = _REFUSED_STEP
     try:
         args = ops.OptimStep(convert.adam(body.adam_params, body.optimizer_params))
     except CallerError as error:
-        refusal = error  # it uses up its number with a step that the mesh refuses
-        args = ops.OptimStep(AdamParams(learning_rate=-1.0))
+        refusal = error
 
     async def answer(result: ops.OptimStepResult) -> Answer:
         return {"type": "optim_step", "metrics": result.metrics}
 
-    promised = opened.promise(body.seq_id, args, answer)
+    promised = opened.promise(body.seq_id, [args], answer)
     if refusal is not None:
         promised = refused(tenant, promised, refusal)
     return await answer_with(promised)
