@@ -1,9 +1,11 @@
 """The scheduler's shell: reads the log, calls the core and performs its outputs in order.
 
 Every output is idempotent, so a restart may repeat outputs when in doubt. All outputs of an entry
-are stored before the next entry is handled. The exception is an entry with only permits: up to
-`MAX_STORING` permits are sent to the server concurrently, because their order does not matter. A
-snapshot is taken only when everything before it is stored, so it is never ahead of its commands.
+are stored before the next entry is handled, with two exceptions. Of entries with only permits, up
+to `MAX_STORING` permits are sent to the server concurrently, because their order does not matter.
+Outcomes of operations that never ran are stored behind the fold (`outcomes`). A snapshot is stored
+only when everything before it is stored, so it is never ahead of its commands; the fold does not
+wait for that.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from phaseloom.scheduler.core.state.outputs import (
     SetTimer,
     WriteCompletion,
 )
+from phaseloom.scheduler.outcomes import OutcomeWriter
 from phaseloom.scheduler.permits import batched, permits_in
 
 log = logging.getLogger(__name__)
@@ -136,6 +139,10 @@ class Shell:
         """Task group of the running shell."""
         self._storing: set[asyncio.Task[None]] = set()
         """Permits being sent to the server."""
+        self._outcomes: OutcomeWriter | None = None
+        """Writer of the running shell."""
+        self._saving: asyncio.Task[None] | None = None
+        """The newest snapshot, until it is stored."""
         self._traces: dict[str, tuple[Context, float]] = {}
         """Open operation → its trace context and the time when it was queued."""
 
@@ -144,13 +151,14 @@ class Shell:
             heapq.heappush(self._timers, (due_s, timer))
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
+            self._outcomes = OutcomeWriter(lambda output: self._perform(output, None), tasks)
             tasks.create_task(self._fold())
             tasks.create_task(self._fire_timers())
 
     async def quiesce(self) -> None:
         """Stop handling entries. Returns once all outputs are performed."""
         await self._handling.acquire()
-        await self._wait_until_stored()
+        await self._wait_until_all_stored()
 
     def now_s(self) -> float:
         """Estimated present time of the log's clock."""
@@ -198,13 +206,30 @@ class Shell:
             async with self._handling:
                 outputs = await self.handle(entry)
                 since_snapshot += len(events.parts(entry.event))
-                if since_snapshot >= self._snapshot_every or _has_unrepeatable(outputs):
-                    await self._wait_until_stored()
+                if _has_unrepeatable(outputs):
+                    await self._wait_until_all_stored()
                     await self._sink.save(self.core.state.sequence, self.core.snapshot())
+                    since_snapshot = 0
+                elif since_snapshot >= self._snapshot_every and self._saving is None:
+                    self._start_saving()
                     since_snapshot = 0
             if entry.sequence >= backlog_end and not self.caught_up.is_set():
                 await self._finish_catch_up()
         raise InternalError("the decision log ended")
+
+    def _start_saving(self) -> None:
+        """Take a snapshot, and store it once the outputs so far are stored."""
+        assert self._tasks is not None
+        saving = self._save(self.core.state.sequence, self.core.snapshot(), set(self._storing))
+        self._saving = self._tasks.create_task(saving)
+
+    async def _save(self, sequence: int, snapshot: bytes, permits: set[asyncio.Task[None]]) -> None:
+        assert self._outcomes is not None
+        await self._outcomes.stored()
+        if permits:
+            await asyncio.wait(permits)
+        await self._sink.save(sequence, snapshot)
+        self._saving = None
 
     async def _finish_catch_up(self) -> None:
         if self.core.state.config != self._config:
@@ -222,7 +247,8 @@ class Shell:
             self._learn_clock_lead(entry.event, entry.time_s)
         permits = permits_in(outputs)
         contexts = [self._trace_permit(permit, entry) for permit in permits]
-        await self._perform_all(batched(outputs, contexts))
+        remaining = outputs if self._outcomes is None else self._outcomes.add(outputs)
+        await self._perform_all(batched(remaining, contexts))
         for permit in permits:
             self._trace_queue(permit, entry)  # its span can wait, the permit could not
         if self.caught_up.is_set():
@@ -257,6 +283,14 @@ class Shell:
     async def _wait_until_stored(self) -> None:
         while self._storing:
             await asyncio.wait(self._storing)
+
+    async def _wait_until_all_stored(self) -> None:
+        """Wait for permits, outcomes and a snapshot."""
+        await self._wait_until_stored()
+        if self._outcomes is not None:
+            await self._outcomes.stored()
+        if self._saving is not None:
+            await asyncio.wait([self._saving])
 
     async def _perform(self, output: Output, context: Context | None) -> None:
         match output:

@@ -40,7 +40,12 @@ class BusSink:
         self._bus = bus
         self._secret = secret
         self._snapshots = snapshots
-        self._deletions: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self._deletions: asyncio.Queue[tuple[int, str, str]] = asyncio.Queue()
+        """(number, stream, subject) of each deletion that nobody performs yet."""
+        self._num_deletions = 0
+        self._undeleted: dict[int, None] = {}
+        """Numbers of the deletions that are not performed, in order."""
+        self._deleted = asyncio.Condition()
         self._permits = GroupCommit(self._send_permits)
 
     async def run(self) -> None:
@@ -51,8 +56,17 @@ class BusSink:
 
     async def _run_deletions(self) -> None:
         while True:
-            await self._delete_now(*await self._deletions.get())
-            self._deletions.task_done()
+            number, stream, subject = await self._deletions.get()
+            await self._delete_now(stream, subject)
+            del self._undeleted[number]
+            async with self._deleted:
+                self._deleted.notify_all()
+
+    async def _wait_until_deleted(self) -> None:
+        """Wait for the deletions so far. Later ones may follow without end."""
+        last = self._num_deletions
+        async with self._deleted:
+            await self._deleted.wait_for(lambda: next(iter(self._undeleted), last + 1) > last)
 
     async def perform(self, output: outputs.Output, context: Context | None) -> None:
         name = type(output).__name__
@@ -156,7 +170,7 @@ class BusSink:
             may continue from it.
         Raises: LeaseLost: another leader has stored one.
         """
-        await self._deletions.join()
+        await self._wait_until_deleted()
         first_kept = await self._snapshots.save(sequence, snapshot, is_last=is_last)
         if first_kept:
             await until_done(
@@ -211,4 +225,6 @@ class BusSink:
             )
 
     def _delete(self, stream: str, subject: str) -> None:
-        self._deletions.put_nowait((stream, subject))
+        self._num_deletions += 1
+        self._undeleted[self._num_deletions] = None
+        self._deletions.put_nowait((self._num_deletions, stream, subject))
