@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from phaseloom.common.contract.checkpoints import (
     ArchiveOpened,
@@ -22,8 +25,9 @@ from phaseloom.common.contract.checkpoints import (
     ReadArchivePart,
     SetExpiry,
 )
-from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.statemgr.checkpoints.files import EXPIRY_FILE
+from phaseloom.statemgr.checkpoints.marker import MARKER_FILE
 from tests.integration.test_statemgr_checkpoints import (
     CONFIG,
     active,
@@ -181,6 +185,60 @@ async def test_overwritten_checkpoint_is_the_old_or_the_new_one_over_kills(
         with pytest.raises(CallerError) as raised:
             await rank.client.take_snapshot("more", "c", 3)
         assert raised.value.info.code is Code.ALREADY_EXISTS
+
+
+@pytest.mark.parametrize("is_link", [False, True], ids=["file", "link"])
+async def test_load_is_repeated_as_it_was_if_another_program_overwrites_its_files(
+    is_link: bool, short_dir: Path
+) -> None:
+    async with saving(short_dir) as d:
+        rank = await active(d)
+        await save(rank, "c")
+        expected = tensors(rank)
+        file = place(d, "c") / "model.safetensors"
+        (place(d, "c") / MARKER_FILE).unlink()  # as if another program had written it
+        if is_link:
+            file.rename(short_dir / "elsewhere")
+            file.symlink_to(short_dir / "elsewhere")
+        rank.run(2)
+        await rank.client.read_checkpoint("c", load="first", optimizer=False)
+        overwrite(file)
+        rank.run(3)
+        await rank.client.read_checkpoint("c", load="first", optimizer=False)
+        loaded = tensors(rank)
+        weights = [name for name in load_file(file) if name in loaded]
+        assert weights
+        for name in weights:
+            assert np.array_equal(loaded[name], expected[name]), name
+        await rank.client.read_checkpoint("c", load="second", optimizer=False)
+        newer = tensors(rank)
+        assert not all(np.array_equal(newer[name], expected[name]) for name in weights)
+
+
+async def test_load_of_an_own_checkpoint_that_was_overwritten_in_place_is_a_loss(
+    short_dir: Path,
+) -> None:
+    async with saving(short_dir) as d:
+        rank = await active(d)
+        await save(rank, "c")
+        await rank.client.read_checkpoint("c", load="first")
+        expected = tensors(rank)
+        overwrite(place(d, "c") / "model.safetensors")
+        with pytest.raises(ResourceError) as lost:
+            await rank.client.read_checkpoint("c", load="first")
+        assert lost.value.info.code is Code.DATA_LOSS
+        assert_same(tensors(rank), expected)
+
+
+def overwrite(file: Path) -> None:
+    """Change the last bytes of a file in place, and nothing that `stat` shows but the change."""
+    before = file.stat()
+    with file.open("r+b") as opened:
+        opened.seek(-8, os.SEEK_END)
+        last = opened.read()
+        opened.seek(-8, os.SEEK_END)
+        opened.write(bytes(byte ^ 1 for byte in last))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 async def test_expired_checkpoint_is_removed_once_however_many_nodes_look(

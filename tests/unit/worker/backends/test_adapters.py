@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 
 from phaseloom.common.contract.arrays import float32s, int32s
 from phaseloom.common.contract.errors import CallerError, ResourceError
@@ -30,6 +30,10 @@ from phaseloom.common.contract.operations import (
     SamplingParams,
 )
 from phaseloom.common.contract.specs import (
+    ALL_ATTENTION,
+    ALL_LINEAR,
+    ALL_MLP,
+    UNEMBED,
     Adapter,
     DeploymentSpec,
     DeviceKind,
@@ -40,6 +44,8 @@ from phaseloom.common.contract.specs import (
 from phaseloom.common.contract.state_layout import Role
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend, RankGroup
+from phaseloom.worker.backends.capabilities import MODEL_TYPES
+from phaseloom.worker.backends.lora.adapters import layer_and_part
 from phaseloom.worker.rank.life import _identity
 from phaseloom.worker.state.devicememory import scratch_tensor
 from phaseloom.worker.state.heap import Heap
@@ -47,6 +53,7 @@ from tests.support.pretrained import loaded, pinned, save_model
 from tests.support.saved import load, save
 from tests.unit.worker.backends.models import batch, generate
 from tests.unit.worker.backends.ranks import ROOT, Ranks
+from tests.unit.worker.backends.test_architectures import CHANGES, NO_TOKENS
 
 ADAPTER = Adapter(rank=4, alpha=8.0, seed=5)
 ADAM = AdamParams(learning_rate=0.02)
@@ -394,3 +401,85 @@ def test_a_seed_is_the_adapters_own(directory: Path, started: Any) -> None:
 def test_the_identity_of_a_model_has_its_adapter() -> None:
     base = ModelSpec({"a": 1})
     assert _identity(base) != _identity(replace(base, adapter=ADAPTER))
+
+
+def test_memory_is_that_of_the_same_layers_by_name(directory: Path, started: Any) -> None:
+    groups = replace(ADAPTER, targets=(ALL_ATTENTION, ALL_MLP, UNEMBED))
+    by_group, heap = started(deployment(directory, adapter=groups))
+    names = replace(ADAPTER, targets=(*Adapter().targets, "lm_head"))
+    by_name, other_heap = started(deployment(directory, adapter=names))
+    assert (by_group.slots, heap.buffer) == (by_name.slots, other_heap.buffer)
+    assert by_group.config["target_modules"] == sorted(names.targets)
+
+
+@pytest.mark.filterwarnings("ignore")  # of `peft`, about GPT-2's layers and fused experts
+@pytest.mark.parametrize("model_type", sorted(MODEL_TYPES))
+def test_groups_are_the_linear_layers_of_every_architecture(
+    model_type: str, tmp_path: Path, started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of `all-linear` in `peft`, and the head; `peft` opens what was trained."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    changes = {**NO_TOKENS, **CHANGES[model_type], "model_type": model_type}
+    changes |= {"tie_word_embeddings": False, "initializer_range": 0.3}
+    directory = save_model(tmp_path / "model", torch.float32, **changes)
+    groups = replace(ADAPTER, targets=(ALL_ATTENTION, ALL_MLP, UNEMBED))
+    policy, heap = started(deployment(directory, adapter=groups))
+    base = loaded(directory)
+    base.set_attn_implementation("eager")
+    assert largest_difference(scores(policy), of_transformers(base)) <= 1e-4
+    layers = {layer_and_part(slot.name)[0] for slot in policy.version_slots}
+    theirs: Any = get_peft_model(loaded(directory), LoraConfig(target_modules="all-linear"))
+    modules = theirs.base_model.model.named_modules()
+    expected = {name for name, module in modules if hasattr(module, "lora_A")}
+    # Experts and their routers, which `peft` adapts too, are no linear layers.
+    expected = {name for name in expected if "moe" not in model_type or ".mlp." not in name}
+    assert layers == {*expected, "lm_head"}
+
+    losses = train(policy, 3)
+    assert losses[-1] < losses[0]
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    save(policy, heap, saved)
+    merged = PeftModel.from_pretrained(base, str(saved)).eval()
+    assert largest_difference(scores(policy), of_transformers(merged)) <= 1e-4
+
+    sampler, its_heap = started(deployment(directory, "sampler", groups))
+    its_heap.buffer[:] = heap.buffer[: its_heap.num_bytes]
+    sampler.weights_changed()
+    assert largest_difference(scores(sampler), scores(policy)) <= 1e-4
+    request = Generate([Prompt(int32s([1, 2, 3]), seed=9)], SamplingParams(4))
+    assert generate(sampler, request)[0].sequences
+
+
+@pytest.mark.parametrize(
+    ("targets", "layers"),
+    [
+        ((ALL_ATTENTION,), {"c_attn", "attn.c_proj"}),
+        ((ALL_MLP,), {"c_fc", "mlp.c_proj"}),
+        ((ALL_LINEAR,), {"c_attn", "c_fc", "c_proj"}),
+        ((UNEMBED,), {"lm_head"}),
+    ],
+    ids=str,
+)
+def test_groups_of_a_model_whose_layers_share_a_name(
+    targets: tuple[str, ...], layers: set[str], tmp_path: Path, started: Any
+) -> None:
+    """GPT-2 has a `c_proj` in attention and another in the MLP."""
+    changes: dict[str, Any] = {"model_type": "gpt2", "tie_word_embeddings": False, **NO_TOKENS}
+    directory = save_model(tmp_path / "model", torch.float32, **changes)
+    policy, heap = started(deployment(directory, adapter=replace(ADAPTER, targets=targets)))
+    assert {*policy.config["target_modules"]} == layers
+    train(policy, 2)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    save(policy, heap, saved)
+    merged = PeftModel.from_pretrained(loaded(directory), str(saved)).eval()
+    assert largest_difference(scores(policy), of_transformers(merged)) <= 1e-4
+
+
+def test_group_without_layers_is_refused_alone(tmp_path: Path, started: Any) -> None:
+    """Fused experts are not linear layers."""
+    directory = save_model(tmp_path / "m", model_type="qwen3_moe", **CHANGES["qwen3_moe"])
+    with pytest.raises(CallerError, match="all-mlp") as refused:
+        started(deployment(directory, adapter=replace(ADAPTER, targets=(ALL_MLP,))))
+    assert "q_proj" in refused.value.info.remedy

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +215,25 @@ def test_file_that_cannot_be_read_is_a_loss(directory: Path) -> None:
     first.write_bytes(b"torn")
     with pytest.raises(ResourceError, match=first.name) as lost:
         filled(model)
+    assert lost.value.info.code is Code.DATA_LOSS
+
+
+def test_file_that_changes_while_it_is_read_is_a_loss(directory: Path) -> None:
+    """Its time and size stay."""
+    model = pinned(directory)
+    layout = plan(parameter_shapes(model), trainable=False)
+    first = min(directory.glob("*.safetensors"))
+
+    def slots() -> Iterator[TensorSlot]:
+        yield from layout.slots
+        before = first.stat()
+        with first.open("r+b") as opened:
+            opened.seek(-1, os.SEEK_END)
+            opened.write(b"x")
+        os.utime(first, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    with pytest.raises(ResourceError, match="changed while it was read") as lost:
+        pretrained.fill(Heap(layout.heap_bytes), slots(), model)
     assert lost.value.info.code is Code.DATA_LOSS
 
 

@@ -50,6 +50,12 @@ class RegisteredModel(msgspec.Struct, frozen=True):
     """Dtypes of the tensors in the files, sorted."""
 
 
+ALL_ATTENTION, ALL_MLP, UNEMBED = "all-attention", "all-mlp", "unembed"
+ALL_LINEAR = "all-linear"
+TARGET_GROUPS = frozenset((ALL_ATTENTION, ALL_MLP, UNEMBED, ALL_LINEAR))
+"""Targets of an adapter that stand for groups of linear layers, whatever a model calls them."""
+
+
 class Adapter(msgspec.Struct, frozen=True, omit_defaults=True):
     """Low-rank matrices (LoRA), trained instead of the weights of a model, the base.
 
@@ -72,8 +78,9 @@ class Adapter(msgspec.Struct, frozen=True, omit_defaults=True):
         "up_proj",
         "down_proj",
     )
-    """Last name components of the linear layers that get an adapter, in every layer of the
-    model."""
+    """Names of the linear layers that get an adapter, in every layer of the model: the last
+    components of their names (`q_proj`, `attn.c_proj`), or the groups `all-attention`, `all-mlp`,
+    `all-linear` (both of them) and `unembed` (the output head)."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):

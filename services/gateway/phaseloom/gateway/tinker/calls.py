@@ -26,13 +26,14 @@ from phaseloom.client import (
     outcome_of,
 )
 from phaseloom.common.contract import operations as ops
+from phaseloom.common.contract.specs import ALL_ATTENTION, ALL_MLP, UNEMBED
 from phaseloom.gateway.futures import Answer, Promise
 from phaseloom.gateway.http import INLINE_BYTES, body_of, tenant_of
 from phaseloom.gateway.models import TrainedModel
 from phaseloom.gateway.records import CallRecord, ModelRecord
 from phaseloom.gateway.replicas import content_of
 from phaseloom.gateway.tenants import Tenant
-from phaseloom.gateway.tinker.requests import ATTENTION, MLP, UNEMBED, Numbered
+from phaseloom.gateway.tinker.requests import Numbered
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -215,6 +216,14 @@ def metadata_of(metadata: dict[str, Any] | None) -> dict[str, Any]:
     return metadata or {}
 
 
+_TRAINED = {
+    "train_attn": {ALL_ATTENTION, "q_proj"},
+    "train_mlp": {ALL_MLP, "down_proj"},
+    "train_unembed": {UNEMBED, "lm_head"},
+}
+"""Targets that show what an adapter trains. Records of earlier versions name single layers."""
+
+
 def lora_fields(adapter: Adapter | None) -> dict[str, Any]:
     """Return the fields of an answer that describe an adapter. The SDK requires a rank."""
     if adapter is None:
@@ -222,7 +231,5 @@ def lora_fields(adapter: Adapter | None) -> dict[str, Any]:
     return {
         "is_lora": True,
         "lora_rank": adapter.rank,
-        "train_attn": {*ATTENTION} <= {*adapter.targets},
-        "train_mlp": {*MLP} <= {*adapter.targets},
-        "train_unembed": {*UNEMBED} <= {*adapter.targets},
+        **{field: not names.isdisjoint(adapter.targets) for field, names in _TRAINED.items()},
     }

@@ -8,6 +8,7 @@ import msgspec
 
 from phaseloom.client import Adapter, CallerError
 from phaseloom.common.contract.checks import MAX_TOP_LOGPROBS
+from phaseloom.common.contract.specs import ALL_ATTENTION, ALL_MLP, UNEMBED
 from phaseloom.gateway.core import convert
 from phaseloom.gateway.sampling import check_samples
 
@@ -58,17 +59,13 @@ class LoraConfig(Loose, frozen=True):
                 field="lora_config",
                 remedy="use a rank of 1 or more and some layers, or rank=0 to train all weights",
             )
-        targets = (
-            *(ATTENTION if self.train_attn else ()),
-            *(MLP if self.train_mlp else ()),
-            *(UNEMBED if self.train_unembed else ()),
+        groups = (
+            (ALL_ATTENTION, self.train_attn),
+            (ALL_MLP, self.train_mlp),
+            (UNEMBED, self.train_unembed),
         )
+        targets = tuple(group for group, is_trained in groups if is_trained)
         return Adapter(self.rank, seed=self.seed or 0, targets=targets)
-
-
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP = ("gate_proj", "up_proj", "down_proj")
-UNEMBED = ("lm_head",)
 
 
 class OptimizerConfig(Loose, frozen=True):

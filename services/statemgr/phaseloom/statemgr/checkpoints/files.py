@@ -13,6 +13,10 @@ has expired. So each load links the checkpoint's files in a directory of its own
 load that took effect. The two newest pins are kept, because the newest load may still fail. Links
 use no space; the bytes of a deleted checkpoint are freed with the last pin.
 
+A program may overwrite a file in place, and a link would then show the new bytes. Files that
+`save_state` wrote have checksums, so a rebuild reports the change as DATA_LOSS. Files of other
+programs have none, so they are copied. The copy shares their blocks if the file system can.
+
 Blocking: call it in a thread, so that file, fsync and rename are not interleaved with other work.
 """
 
@@ -32,7 +36,7 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import (
     DeploymentKey,
     NodeId,
@@ -53,6 +57,9 @@ EXPIRY_FILE = "expires"
 kept."""
 _REPLACED, _GONE = "replaced", "gone"
 """Why a directory lost its name."""
+_COPY_BYTES = 2**24
+_CANNOT_SHARE = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
+"""Errors of file systems between which the kernel does not copy by itself."""
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
 
 
@@ -257,13 +264,13 @@ class Checkpoints:
     def pin(self, loader: DeploymentKey, saved: DeploymentKey, name: str, load: str) -> Pin:
         """Pin a checkpoint for a load. The same load always gets the same files.
 
-        If links cannot be made, because of the file system or because the files are links
-        themselves, the checkpoint is read in place.
+        If a checkpoint with checksums can neither be linked nor copied, it is read in place.
 
         Args:   loader: the deployment that loads.
                 saved: the deployment that saved.
                 load: the name of the load.
-        Raises: CallerError: NOT_FOUND; a bad name.
+        Raises: CallerError: NOT_FOUND; a bad name. ResourceError: files of another program cannot
+                be copied, or change meanwhile.
         """
         directory = self.directory(saved, name)
         place = self._pin_root(loader)
@@ -278,16 +285,19 @@ class Checkpoints:
                     raise not_found(name)
                 number = 1 + (_number(pins[-1]) if pins else 0)
                 pinned = place / f"{number}-{digits}"
-                _link(directory, place / f"{number}-{digits}.{self.node}.draft", pinned, name)
+                _keep_files(directory, place / f"{number}-{digits}.{self.node}.draft", pinned, name)
                 return Pin(pinned / name, is_new=True)
         except OSError as error:
+            if not directory.is_dir():
+                raise not_found(name) from error
+            if not (directory / MARKER_FILE).exists():
+                with writing():
+                    raise
             log.warning(
                 "%s is loaded in place and must not be removed, because it cannot be linked: %s",
                 directory,
                 error,
             )
-            if not directory.is_dir():
-                raise not_found(name) from error
             return Pin(directory, is_new=False)
 
     def prune_pins(self, loader: DeploymentKey) -> None:
@@ -414,20 +424,54 @@ def _number(path: Path) -> int:
     return int(path.name.partition("-")[0])
 
 
-def _link(directory: Path, draft: Path, pinned: Path, name: str) -> None:
-    """Raises: OSError: a file is not a regular file, or cannot be linked."""
+def _keep_files(directory: Path, draft: Path, pinned: Path, name: str) -> None:
+    """Link a checkpoint's files, or copy those that must not or cannot be linked.
+
+    Raises: OSError: a file can neither be linked nor copied. ResourceError: it changes meanwhile.
+    """
+    has_checksums = (directory / MARKER_FILE).exists()
     shutil.rmtree(draft, ignore_errors=True)
     files.make_directory(draft / name)
     try:
         for path in directory.iterdir():
-            if path.name != EXPIRY_FILE and not path.is_dir():
-                if path.is_symlink():
-                    raise OSError(f"{path} is a link")
-                os.link(path, draft / name / path.name)
+            if path.name == EXPIRY_FILE or not path.is_file():
+                continue
+            target = draft / name / path.name
+            if has_checksums and not path.is_symlink():
+                with suppress(OSError):  # the file system has no links
+                    os.link(path, target)
+            if not target.exists():
+                _copy(path, target)
         sync_directory(draft / name)
         sync_directory(draft)
         draft.rename(pinned)
         sync_directory(pinned.parent)
-    except OSError:
+    except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
+
+
+def _copy(path: Path, target: Path) -> None:
+    """Copy a file. Raises: OSError; ResourceError: it changes meanwhile."""
+    with path.open("rb") as source, target.open("xb") as copy:
+        before = _identity(source.fileno())
+        try:
+            while os.copy_file_range(source.fileno(), copy.fileno(), _COPY_BYTES):
+                pass
+        except OSError as error:
+            if error.errno not in _CANNOT_SHARE or copy.tell():
+                raise
+            shutil.copyfileobj(source, copy, _COPY_BYTES)
+        copy.flush()
+        os.fsync(copy.fileno())
+        if _identity(source.fileno()) != before:
+            raise ResourceError(
+                f"{path} changed while it was read",
+                field="args.name",
+                remedy="load the checkpoint once it is complete",
+            )
+
+
+def _identity(fd: int) -> tuple[int, int, int]:
+    status = os.fstat(fd)
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns

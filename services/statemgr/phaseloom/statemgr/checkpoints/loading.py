@@ -264,7 +264,10 @@ class SavedState:
             return self.marker.operation_id
         # Files of another program can only be told from their replacements by size and time.
         stats = sorted((path.name, path.stat()) for path in self._directory.iterdir())
-        described = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        described = [
+            (name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+            for name, stat in stats
+        ]
         return f"files-{blake3(repr(described).encode()).hexdigest()[:16]}"
 
     @property

@@ -1,6 +1,6 @@
 """Verify a registered model's files on this node before ranks read them.
 
-Each file is hashed once per identity (device, inode, size, modification time). The process caches
+Each file is hashed once per identity (device, inode, size, times). The process caches
 the digests, so an unchanged file is not read again for the next deployment.
 """
 
@@ -14,7 +14,7 @@ from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.specs import ModelDirectory, ModelFile
 from phaseloom.common.tensors.modelfiles import file_blake3
 
-_Identity = tuple[int, int, int, int]
+_Identity = tuple[int, int, int, int, int]
 
 
 class ModelFiles:
@@ -66,7 +66,9 @@ class ModelFiles:
 
     def _digest(self, path: Path) -> str:
         status = os.stat(path)
-        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        # A program can set the modification time back, but not the time of change.
+        times = (status.st_mtime_ns, status.st_ctime_ns)
+        identity = (status.st_dev, status.st_ino, status.st_size, *times)
         cached = self._digests.get(path)
         if cached is not None and cached[0] == identity:
             return cached[1]

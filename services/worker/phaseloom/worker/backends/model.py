@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -86,7 +87,7 @@ def config_dict(model: PreTrainedModel, spec: ModelSpec) -> dict[str, Any]:
     """Return the config to save with the deployment's weights: the model's `config.json`, or the
     adapter's config."""
     if spec.adapter is not None:
-        return adapter_config(spec)
+        return adapter_config(spec, model)
     return {**model.config.to_dict(), "dtype": weights_dtype(spec)}
 
 
@@ -128,27 +129,30 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
 
 def parameter_shapes(spec: ModelSpec) -> ParameterShapes:
     """Return the shapes of a deployment's own parameters (`own_parameters`). Allocates nothing."""
-    with torch.device("meta"):
-        model = _from_config(model_config(spec))
-        if spec.adapter is None:
-            return saved_shapes(model)
-        adapt(model, spec.adapter)
+    model = meta_model(spec)
+    if spec.adapter is None:
+        return saved_shapes(model)
     return ParameterShapes({name: each.shape for name, each in own_parameters(model).items()})
 
 
 def model_names(spec: ModelSpec) -> ModelNames:
     """Return the names of a model's tensors in files, without an adapter's. Allocates nothing."""
+    return ModelNames(meta_model(replace(spec, adapter=None)))
+
+
+def meta_model(spec: ModelSpec) -> PreTrainedModel:
+    """Build a model without content, with its adapter."""
     with torch.device("meta"):
-        return ModelNames(_from_config(model_config(spec)))
+        model = _from_config(model_config(spec))
+        if spec.adapter is not None:
+            adapt(model, spec.adapter)
+    return model
 
 
 def adapted_weights(spec: ModelSpec) -> dict[str, str]:
     """Return the weight's parameter name for each layer with an adapter. Tied weights have their
     first name. Allocates nothing."""
-    with torch.device("meta"):
-        model = _from_config(model_config(spec))
-        assert spec.adapter is not None
-        adapt(model, spec.adapter)
+    model = meta_model(spec)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
         name: names[id(module.weight)]

@@ -58,6 +58,7 @@ def fill_memory(memory: torch.Tensor, slots: Iterable[TensorSlot], model: ModelS
     """
     directory, names = model.pinned, model_names(model)
     assert directory is not None
+    before = _identities(directory)
     all_slots = [*slots]
     weights = [slot for slot in all_slots if slot.role is Role.WEIGHT]
     masters = {
@@ -73,6 +74,8 @@ def fill_memory(memory: torch.Tensor, slots: Iterable[TensorSlot], model: ModelS
                     _read(masters[slot.name], source, memory)
                 for copy in copies:
                     _check_equal(slot, source, copy)
+            if _identities(directory) != before:
+                raise OSError("it changed while it was read")
         except OSError as error:
             raise _unreadable(Path(directory.path), error) from error
 
@@ -120,6 +123,16 @@ def _open(directory: ModelDirectory, stack: ExitStack) -> dict[str, _Source]:
         except (OSError, SafetensorError) as error:
             raise _unreadable(path, error) from error
     return sources
+
+
+def _identities(directory: ModelDirectory) -> list[tuple[int, ...]]:
+    """What differs once a file with weights is changed or replaced."""
+    paths = [Path(directory.path) / file.name for file in directory.files]
+    try:
+        stats = [path.stat() for path in paths if path.suffix == _SUFFIX]
+    except OSError as error:
+        raise _unreadable(Path(directory.path), error) from error
+    return [(stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats]
 
 
 def _unreadable(path: Path, error: Exception) -> ResourceError:

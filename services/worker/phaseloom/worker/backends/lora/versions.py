@@ -11,6 +11,7 @@ from phaseloom.common.contract.specs import Adapter
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.worker.backends.base import AdapterVersion
 from phaseloom.worker.backends.lora.adapters import layer_and_part
+from phaseloom.worker.backends.lora.targets import is_target
 from phaseloom.worker.backends.model import TORCH_DTYPES
 
 
@@ -23,7 +24,7 @@ def shapes_of(own_slots: Sequence[TensorSlot], adapter: Adapter) -> dict[str, li
     return {
         slot.name: _of_rank(slot, adapter.rank, own_rank)
         for slot in own_slots
-        if layer_and_part(slot.name)[0].rpartition(".")[2] in adapter.targets
+        if is_target(layer_and_part(slot.name)[0], adapter.targets)
     }
 
 

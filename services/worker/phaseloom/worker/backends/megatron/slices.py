@@ -24,6 +24,7 @@ from phaseloom.common.contract.specs import Adapter, Layout
 from phaseloom.common.tensors.layouts import Coordinates
 from phaseloom.worker.backends.capabilities import CAPABILITIES
 from phaseloom.worker.backends.layout import Shard
+from phaseloom.worker.backends.lora.targets import is_target
 from phaseloom.worker.state.heap import ALIGNMENT_BYTES
 
 EMBEDDING: Final = "embedding.word_embeddings.weight"
@@ -310,7 +311,7 @@ def _adapted_parts(layers: Mapping[str, Shard], adapter: Adapter) -> list[Adapte
     parts = []
     for layer, weight in layers.items():
         (outputs, inputs), start = weight.shape, weight.start or [0, 0]
-        if layer.rpartition(".")[2] not in adapter.targets:
+        if not is_target(layer, adapter.targets):
             parts.append(AdaptedPart(outputs))
             continue
         all_outputs, all_inputs = weight.global_shape or weight.shape

@@ -58,6 +58,7 @@ from phaseloom.worker.backends.model import (
     TORCH_DTYPES,
     HeapTensors,
     build_model,
+    meta_model,
     model_config,
     parameter_shapes,
     return_freed_memory,
@@ -115,7 +116,7 @@ class VllmBackend(InferenceBackend, Member):
                 scratch_start=settings.kv_bytes,
             )
             memory = self._base.tensor
-            self.config = adapter_config(model)
+            self.config = adapter_config(model, meta_model(model))
         self._engine = Engine(
             settings,
             memory,
