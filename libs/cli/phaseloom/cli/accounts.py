@@ -119,6 +119,7 @@ def _server(credentials: Credentials, port: int) -> dict[str, object]:
         "port": port,
         "http": f"127.0.0.1:{_MONITORING_PORT}",
         "max_payload": MAX_PAYLOAD_BYTES,
+        "ping_interval": "5s",  # a service that hangs must not get requests
         "jetstream": SYNCED,
         "accounts": nats_accounts(credentials.password, credentials.tenants),
     }

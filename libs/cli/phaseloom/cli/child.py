@@ -15,8 +15,10 @@ from pathlib import Path
 
 import msgspec
 
+from phaseloom.cli.hanging import Pulse
 from phaseloom.cli.processes import ChildSpec
 from phaseloom.common.process import config as configuration
+from phaseloom.common.process.heartbeat import NOTIFY_SOCKET
 from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
 
 log = logging.getLogger(__name__)
@@ -75,6 +77,7 @@ class Child:
     on_start: Callable[[], None]
     report: Report
     process: asyncio.subprocess.Process | None = None
+    pulse: Pulse = field(default_factory=Pulse)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _stopped: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -103,7 +106,12 @@ class Child:
                         await self._stopping.wait()
         finally:
             self.send(signal.SIGKILL)
+            self.pulse.close()
             self._stopped.set()
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping.is_set()
 
     async def stop(self, timeout_s: float) -> None:
         """End the process with SIGTERM, or with SIGKILL after the timeout. Do not restart it."""
@@ -129,6 +137,14 @@ class Child:
 
     async def _run_once(self) -> Ended:
         started_s = time.monotonic()
+        self.pulse.restart()
+        try:
+            stdin = asyncio.subprocess.DEVNULL
+            if self.spec.listener is not None:
+                stdin = self.spec.listener.open().fileno()
+        except OSError as error:  # another program uses the port
+            log.warning("%s cannot listen: %s", self.spec.name, error.strerror)
+            return Ended(1, 0.0)
         with self.log_file.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -138,8 +154,9 @@ class Child:
                     **configuration.inherited(),
                     **self.spec.environment,
                     DIE_WITH_PARENT: str(os.getpid()),
+                    NOTIFY_SOCKET: self.pulse.address,
                 },
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=output,
                 stderr=output,
                 # A session of its own, so that Ctrl-C does not reach it: the supervisor stops

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from phaseloom.cli.hanging import HUNG_AFTER_S
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.specs import (
@@ -110,6 +111,7 @@ _BOUNDS = {
     "gateways": (1, math.inf),
     "ops_max_bytes": (MAX_PAYLOAD_BYTES, math.inf),
     "gateway_session_s": (0, math.inf),
+    "replace_hung_s": (HUNG_AFTER_S, math.inf),
     "gateway_port": (0, config.LAST_PORT),
     "console_port": (0, config.LAST_PORT),
 }
@@ -179,6 +181,9 @@ class MeshConfig(msgspec.Struct, frozen=True):
     """Number of replicas of the gateway, which share its port."""
     gateway_session_s: float = 600.0
     """How long a session of the Tinker SDK may be silent before the gateway ends its models."""
+    replace_hung_s: float = 20.0
+    """Time after which a service that hangs is killed and started again. It must then have been
+    silent for this long although it could run."""
     console_port: int = 0
     """Port of this machine for the console, a web page that shows the mesh; 0: `phaseloom up`
     chooses one (8900 if it is free)."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from socket import create_server
+from socket import AF_INET, AF_INET6, create_server, socket
 
 import msgspec
 
@@ -19,6 +19,33 @@ from phaseloom.common.transport.natsserver import Credentials
 _LONG_LEASE_S = 12.0
 """Lease of a node if the NATS servers are replicated. No lease can be renewed while they elect a
 leader (up to 9 s), and that must not end any agent."""
+_BACKLOG = 1024
+"""Connections that wait until a replica accepts them."""
+
+
+class Listener:
+    """A listening socket that replicas of a service share.
+
+    A connection goes to any replica that accepts it, so never to one that hangs.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._address = (host, port)
+        self._socket: socket | None = None
+
+    def open(self) -> socket:
+        """Return the socket, and open it when it is first needed.
+
+        Raises: OSError: another program uses the port.
+        """
+        if self._socket is None:
+            family = AF_INET6 if ":" in self._address[0] else AF_INET
+            self._socket = create_server(self._address, family=family, backlog=_BACKLOG)
+        return self._socket
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +56,25 @@ class ChildSpec:
     name: str
     module: str
     environment: dict[str, str]
+    listener: Listener | None = None
+    """The socket that the process gets as its standard input."""
 
 
 def child_specs(
-    config: MeshConfig, run_dir: Path, sockets: Path, credentials: Credentials, secret: str
+    config: MeshConfig,
+    run_dir: Path,
+    sockets: Path,
+    credentials: Credentials,
+    secret: str,
+    *,
+    listener: Listener | None = None,
 ) -> list[ChildSpec]:
     """Return the processes of a mesh. Each process gets only the variables that it reads.
 
     Args: sockets: a directory whose path is short enough for Unix sockets.
           secret: the mesh's secret. Agents and state managers authenticate to each other with it,
               and the scheduler signs tickets with it.
+          listener: the gateways' socket, which all of them share.
     """
     bus = {
         "URL": credentials.url,
@@ -56,12 +92,12 @@ def child_specs(
     specs = [*_schedulers(config, secret), *_routers(config)]
     specs.append(ChildSpec("profiler", "phaseloom.profiler.main", {}))
     if config.gateway_port:
-        specs += _gateways(config, credentials)
+        specs += _gateways(config, credentials, listener)
     if config.console_port:
         specs.append(_console(config, credentials))
     for node in config.nodes:
         specs += _node(node, config, run_dir, sockets, secret)
-    return [ChildSpec(s.name, s.module, {**shared, **s.environment}) for s in specs]
+    return [replace(s, environment={**shared, **s.environment}) for s in specs]
 
 
 def _schedulers(config: MeshConfig, secret: str) -> list[ChildSpec]:
@@ -97,19 +133,22 @@ def api_key(password: str) -> str:
     return f"tml-{password}"
 
 
-def _gateways(config: MeshConfig, credentials: Credentials) -> list[ChildSpec]:
+def _gateways(
+    config: MeshConfig, credentials: Credentials, listener: Listener | None
+) -> list[ChildSpec]:
     specs = []
     for number in range(config.gateways):
         name = f"gateway-{number}"
         settings = {
             "NAME": name,
             "PORT": config.gateway_port,
-            "SHARES_PORT": config.gateways > 1,
+            "INHERITS_SOCKET": listener is not None,
             "KEYS": {api_key(password): name for name, password in credentials.tenants.items()},
             "PASSWORDS": credentials.tenants,
             "SESSION_S": config.gateway_session_s,
         }
-        specs.append(ChildSpec(name, "phaseloom.gateway.main", _section("GATEWAY", settings)))
+        environment = _section("GATEWAY", settings)
+        specs.append(ChildSpec(name, "phaseloom.gateway.main", environment, listener))
     return specs
 
 
@@ -133,11 +172,11 @@ def _console(config: MeshConfig, credentials: Credentials) -> ChildSpec:
 def _node(
     node: NodeConfig, config: MeshConfig, run_dir: Path, sockets: Path, secret: str
 ) -> list[ChildSpec]:
-    socket = sockets / f"{node.name}.sock"
+    state_socket = sockets / f"{node.name}.sock"
     checkpoints = Path(config.checkpoint_root or run_dir / "checkpoints").absolute()
     state = {
         "NODE": node.name,
-        "SOCKET": socket,
+        "SOCKET": state_socket,
         "SECRET": secret,
         "DIRECTORY": run_dir / "nodes" / node.name,
         "CERTIFICATES": directory_of(run_dir / "certificates", node.name),
@@ -160,7 +199,7 @@ def _node(
             for backend, python in node.interpreters.items()
         },
         "PRICE_PER_HOUR": node.price_per_hour,
-        "STATE_SOCKET": socket,
+        "STATE_SOCKET": state_socket,
         "STATE_SECRET": secret,
         "RUNTIME_DIRECTORY": sockets,
         **({} if config.nats_servers == 1 else {"LEASE_TTL_S": _LONG_LEASE_S}),

@@ -3,9 +3,10 @@
     async with Mesh(MeshConfig(), Path("runs/mine")) as mesh:
         await mesh.ready()
 
-A child that ends is restarted with exponential back-off, a warning and a notice. Leaving the block
-stops everything in bounded time: first the agents, then the services that they report to, and last
-the NATS server. If this process is killed instead, the kernel kills its children (see
+A child that ends is restarted with exponential back-off, a warning and a notice. A child that hangs
+is replaced after a while; a router or gateway that hangs leaves the rotation at once. Leaving the
+block stops everything in bounded time: first the agents, then the services that they report to, and
+last the NATS server. If this process is killed instead, the kernel kills its children (see
 `diewithparent`), and ranks end with their agent.
 
 The run directory contains `logs/<service>.log`, `spans/`, `nats/` (the server's store),
@@ -34,9 +35,10 @@ from nats.errors import TimeoutError as NatsTimeoutError
 
 from phaseloom.cli.certs import make_certificates
 from phaseloom.cli.child import STABLE_AFTER_S, Child, Ended, pause_s
+from phaseloom.cli.hanging import HUNG_AFTER_S, TICK_S, close_connections
 from phaseloom.cli.meshconfig import SETTINGS, MeshConfig, servers_of
 from phaseloom.cli.models import register
-from phaseloom.cli.processes import child_specs, console_key, with_metrics
+from phaseloom.cli.processes import Listener, child_specs, console_key, with_metrics
 from phaseloom.cli.readiness import Readiness
 from phaseloom.cli.rundir import locked
 from phaseloom.cli.storecheck import (
@@ -49,6 +51,7 @@ from phaseloom.cli.storecheck import (
     set_aside,
 )
 from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.process import config as configuration
 from phaseloom.common.process.files import replace_file
 from phaseloom.common.tensors.modelfiles import read_model
 from phaseloom.common.transport import framing
@@ -67,11 +70,19 @@ NATS = "nats"
 _STOP_TIMEOUT_S = 12.0
 """Longer than the time after which a stopping service forces its own exit."""
 _READY_TIMEOUT_S = 60.0
+_REPLICATED = ("router", "gateway")
+"""Services whose replicas share the work. One that hangs must not get a share of it."""
 _ROOM_PAUSE_S = 0.5
 _FULL_BYTES = 2**20
 """A disk with less free space than this counts as full."""
 _ROOM_BYTES = 2**26
 """A full disk counts as usable again once it has this much free space."""
+
+
+class _Inherited(msgspec.Struct, frozen=True):
+    """Variables that services of a mesh inherit, and that the supervisor uses too."""
+
+    gateway_host: str = "127.0.0.1"
 
 
 class Mesh:
@@ -147,8 +158,16 @@ class Mesh:
             # Earlier runs in this directory have entries too, which also report nodes as up.
             self._begins_at = await until_done(self._bus.log.end, "the log's end") + 1
             await self._register_models(self._bus)
+            host = configuration.load(_Inherited, "").gateway_host
+            listener = Listener(host, self.config.gateway_port)
+            stack.callback(listener.close)
             specs = child_specs(
-                self.config, self.run_dir, sockets, self.credentials, secrets.token_urlsafe(24)
+                self.config,
+                self.run_dir,
+                sockets,
+                self.credentials,
+                secrets.token_urlsafe(24),
+                listener=listener,
             )
             if self.config.metrics:
                 specs, self.metrics_ports = with_metrics(specs)
@@ -265,11 +284,12 @@ class Mesh:
                 group.create_task(self._watch_disk(name, server), name=f"room of {name}")
                 for name, server in self.servers.members.items()
             ]
+            hanging = group.create_task(self._watch_hung(), name="hung services")
             async with asyncio.TaskGroup() as children:
                 for child in self._children:
                     children.create_task(child.run(), name=child.spec.name)
             # All children have stopped, so the tasks that watch the servers must end too.
-            for keeping in (*servers, *rooms):
+            for keeping in (*servers, *rooms, hanging):
                 keeping.cancel()
             marks.cancel()
 
@@ -281,6 +301,44 @@ class Mesh:
         assert self._bus is not None
         assert self._marks is not None
         await self._marks.keep(self._bus)
+
+    async def _watch_hung(self) -> None:
+        """Take services that hang out of the rotation, and replace those that do not wake."""
+        last_s = time.monotonic()
+        while True:
+            await asyncio.sleep(TICK_S)
+            elapsed_s, last_s = time.monotonic() - last_s, time.monotonic()
+            for child in self._children:
+                if not child.is_stopping:
+                    before_s = child.pulse.silent_s
+                    child.pulse.tick(elapsed_s)
+                    await self._handle_silence(child, before_s)
+
+    async def _handle_silence(self, child: Child, before_s: float) -> None:
+        name, silent_s, limit_s = child.spec.name, child.pulse.silent_s, self.config.replace_hung_s
+        if silent_s < HUNG_AFTER_S:
+            if before_s >= HUNG_AFTER_S:
+                log.warning("%s has resumed", name)
+                await self._notice("resumed", f"it had been silent for {before_s:.1f} s", name)
+            return
+        if before_s < HUNG_AFTER_S:
+            reason = (
+                f"silent for {silent_s:.1f} s although it could run; it is replaced after "
+                f"{limit_s:g} s unless it resumes"
+            )
+            log.warning("%s hangs: %s", name, reason)
+            if name.startswith(_REPLICATED):
+                try:
+                    await asyncio.to_thread(close_connections, child.pulse.pid)
+                except OSError as error:
+                    log.warning("%s stays in the rotation: %s", name, error)
+            await self._notice("hung", reason, name)
+        if silent_s >= limit_s:
+            log.warning("replacing %s: it hangs", name)
+            child.pulse.restart()  # replace it once
+            child.send(signal.SIGKILL)
+            reason = f"silent for {silent_s:.1f} s although it could run; killed and started again"
+            await self._notice("replaced", reason, name)
 
     async def _supervise_server(self, name: str, server: EmbeddedServer) -> None:
         """Restart a NATS server whenever it ends, until cancelled. Clients reconnect by

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import socket
 
 import msgspec
@@ -56,9 +57,9 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     """Time without a heartbeat after which a session of the Tinker SDK ends, with its models. The
     SDK sends a heartbeat every 10 s."""
 
-    shares_port: bool = False
-    """Whether other replicas on this machine listen at the same port. The kernel then divides the
-    connections."""
+    inherits_socket: bool = False
+    """Whether standard input is the listening socket, instead of one at `host` and `port`. Replicas
+    that share a socket accept connections only while they run: one that hangs gets none."""
     peer_host: str = ""
     """Host name at which other replicas reach this one. Empty: `host`, or this machine's name if
     `host` means every address."""
@@ -172,13 +173,23 @@ async def _listen(
     keeping = [asyncio.create_task(seat.keep()) for seat in seats]
     try:
         await web.SockSite(runner, listener).start()
-        await web.TCPSite(
-            runner, settings.host, settings.port, reuse_port=settings.shares_port or None
-        ).start()
+        if settings.inherits_socket:
+            await web.SockSite(runner, _inherited_socket()).start()
+        else:
+            await web.TCPSite(runner, settings.host, settings.port).start()
         await stop.wait()
     finally:
         await lifecycle.end(keeping)
         await runner.cleanup()
+
+
+def _inherited_socket() -> socket.socket:
+    """Move the listening socket from standard input, which processes of this one inherit."""
+    listener = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return listener
 
 
 def main() -> None:

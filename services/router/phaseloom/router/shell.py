@@ -74,13 +74,15 @@ log = logging.getLogger(__name__)
 
 SOURCE = "router"
 _OP_PREFIX = f"{streams.PREFIX}.op."
-_ACK_WAIT_S = 10.0
+_ACK_WAIT_S = 4.0
+_EXTEND_S = 1.0
+"""How often a replica extends `_ACK_WAIT_S` for the messages that it has not finished. A replica
+that hangs does not, so its messages go to another one."""
 _RETRY_DELAY_S = 0.5
 DEFAULT_SESSION_TTL_S = 15.0
 
 _SEARCH_TIMEOUT_S = 8.0
-"""Time limit for searching the log for a redelivered operation. It is below `_ACK_WAIT_S`, so this
-replica still owns the message when the search ends."""
+"""Time limit for searching the log for a redelivered operation."""
 
 _BUS_ERRORS = (nats.errors.Error, JetStreamError, TimeoutError)
 
@@ -164,6 +166,8 @@ class Router:
         self._admission = Admission(bus, limits or {})
         self._rates = CallRates(self._admission.call_rate)
         self._session_ttl_s = session_ttl_s
+        self._unfinished: dict[str, Msg] = {}
+        """Messages received and neither acknowledged nor returned, by their reply subject."""
         self._queued: GroupCommit[_Queued, int] = GroupCommit(self._append_all)
         self._log_searches: GroupCommit[float, set[OperationKey]] = GroupCommit(self._logged_since)
         """Searches the log once for all operations that are redelivered at the same time."""
@@ -177,6 +181,7 @@ class Router:
             watches = [
                 group.create_task(self._sessions.watch(), name="sessions"),
                 group.create_task(self._admission.watch(), name="admission"),
+                group.create_task(self._extend(), name="extend"),
             ]
             service = await serve_api(
                 self._bus,
@@ -228,6 +233,7 @@ class Router:
     async def _handle(self, message: Msg) -> None:
         """Route one message. If the bus fails, the message is redelivered, here or to another
         replica."""
+        self._unfinished[message.reply] = message
         try:
             await self._route(message)
         except (PhaseloomError, *_BUS_ERRORS) as error:
@@ -237,6 +243,18 @@ class Router:
             except _BUS_ERRORS as nak_error:
                 # The message stays unacknowledged, so it is delivered again after `_ACK_WAIT_S`.
                 log.warning("could not return %s to the stream: %r", message.subject, nak_error)
+        finally:
+            del self._unfinished[message.reply]
+
+    async def _extend(self) -> None:
+        """Keep messages that take long with this replica, until cancelled."""
+        while True:
+            before = list(self._unfinished.values())
+            await asyncio.sleep(_EXTEND_S)
+            for message in before:
+                if message.reply in self._unfinished:
+                    with suppress(*_BUS_ERRORS):  # it may then be routed twice, without effect
+                        await message.in_progress()
 
     async def _route(self, message: Msg) -> None:
         try:

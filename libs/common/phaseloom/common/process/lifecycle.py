@@ -29,7 +29,7 @@ from opentelemetry import trace
 
 from phaseloom.common.contract.errors import CallerError, InternalError, PhaseloomError
 from phaseloom.common.observability import metrics, telemetry
-from phaseloom.common.process import config, diewithparent, watchdog
+from phaseloom.common.process import config, diewithparent, heartbeat, watchdog
 
 log = logging.getLogger(__name__)
 
@@ -221,6 +221,7 @@ async def _serve(service: str, serve: Serve) -> int:
         loop.add_signal_handler(number, stop_signal, number)
     started = time.monotonic()
     log.info("%s starts, pid %d", service, os.getpid())
+    beating = asyncio.create_task(heartbeat.beat())
     try:
         measuring = config.load(metrics.MetricsConfig, "metrics")
         config.check_bounds(measuring, "metrics", {"port": (0, config.LAST_PORT)})
@@ -235,6 +236,7 @@ async def _serve(service: str, serve: Serve) -> int:
     finally:
         # Tasks left on the event loop, such as a reconnecting client, may outlast cancellation.
         stop_signal.bound()
+        await end([beating])
     log.info("%s stopped after %.1f s", service, time.monotonic() - started)
     return 0
 
