@@ -237,7 +237,7 @@ def test_every_policy_is_registered(kind: str, registered: dict[str, object]) ->
 LAYERS: dict[str, list[tuple[str, ...]]] = {
     "phaseloom.common": [
         ("contract",),
-        ("observability", "tensors"),
+        ("observability", "tensors", "text"),
         ("process",),
         ("transport",),
     ],

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from itertools import chain
 from typing import Any
 
 import aiohttp
@@ -33,6 +34,17 @@ async def served() -> AsyncIterator[Served]:
         large = await asyncio.to_thread(save_model, directory / "large-model", **sizes)
         async with serving(directory, session_s=2.0, large=large) as running:
             yield running
+
+
+def check_logprobs(choice: Any, *, num_top: int) -> None:
+    """Check a completion's fields against its text."""
+    fields = choice.logprobs
+    assert "".join(fields.tokens) == choice.text
+    for i, (text, likeliest) in enumerate(zip(fields.tokens, fields.top_logprobs, strict=True)):
+        assert likeliest[text] == fields.token_logprobs[i]
+        is_among = likeliest[text] in sorted(likeliest.values())[-num_top:]
+        assert len(likeliest) == num_top + (not is_among)
+        assert choice.text[fields.text_offset[i] :].startswith(text)
 
 
 async def test_completions_are_what_the_mesh_draws(served: Served) -> None:
@@ -65,9 +77,8 @@ async def test_completions_are_what_the_mesh_draws(served: Served) -> None:
                 assert choice.token_ids == tokens
                 assert choice.prompt_token_ids == PROMPT
                 assert choice.text.split() == [f"w{token}" for token in tokens]
-                assert choice.logprobs.tokens == [f"w{token}" for token in tokens]
                 assert choice.logprobs.token_logprobs == client.float32s(sequence.logprobs)
-                assert [len(each) for each in choice.logprobs.top_logprobs] == [3] * 6
+                check_logprobs(choice, num_top=3)
                 assert choice.finish_reason == sequence.stop_reason
             assert answer.usage.prompt_tokens == 3
             assert answer.usage.completion_tokens == 12
@@ -90,7 +101,11 @@ async def test_completions_are_what_the_mesh_draws(served: Served) -> None:
             assert choice.message.role == "assistant"
             logprobs = [each.logprob for each in choice.logprobs.content]
             assert logprobs == client.float32s(sequence.logprobs)
-            assert len(choice.logprobs.content[0].top_logprobs) == 2
+            content = choice.logprobs.content
+            assert [len(each.top_logprobs) for each in content] == [2] * 6
+            assert (
+                b"".join(bytes(each.bytes) for each in content).decode() == choice.message.content
+            )
 
         headers = {"Authorization": f"Bearer {served.key()}"}
         params = {"n": 2, "seed": 11, "max_tokens": 6, "temperature": 0.8, "top_k": 5}
@@ -114,6 +129,32 @@ async def test_completions_are_what_the_mesh_draws(served: Served) -> None:
             extra_body={**IDS, "stop_token_ids": list(range(29))},
         )
         assert (len(stopped.choices[0].token_ids), stopped.choices[0].finish_reason) == (1, "stop")
+
+
+async def test_streamed_logprobs_and_stop_strings_are_those_of_the_whole_answer(
+    served: Served,
+) -> None:
+    async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key()) as api:
+        common: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "seed": 4, "max_tokens": 8}
+        whole: Any = (await api.completions.create(logprobs=0, **common)).choices[0]
+        assert [[*top] for top in whole.logprobs.top_logprobs] == [
+            [t] for t in whole.logprobs.tokens
+        ]
+        words = whole.text.split()
+        stop = f" {words[2]}"
+        end = whole.text.index(stop)
+        for included in (False, True):
+            extra = {"include_stop_str_in_output": included}
+            stopped: dict[str, Any] = {"stop": ["never", stop], "extra_body": extra, "logprobs": 2}
+            one: Any = (await api.completions.create(**stopped, **common)).choices[0]
+            assert one.finish_reason == "stop"
+            assert one.text == whole.text[: end + len(stop) * included]
+            stream: Any = await api.completions.create(stream=True, **stopped, **common)
+            chunks = [chunk.choices[0] async for chunk in stream]
+            assert "".join(chunk.text for chunk in chunks) == one.text
+            for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+                parts = [getattr(chunk.logprobs, name) for chunk in chunks]
+                assert [*chain.from_iterable(parts)] == getattr(one.logprobs, name)
 
 
 async def test_model_that_no_device_has_room_for_is_refused_at_once(served: Served) -> None:

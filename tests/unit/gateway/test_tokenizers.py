@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.text.files import read_tokenizer
 from phaseloom.gateway.tokenizers import ModelTokenizer
 
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n", "é"]
@@ -62,7 +63,7 @@ def test_template_is_rendered_as_transformers_does(directory: Path) -> None:
     expected = factory.from_pretrained(directory).apply_chat_template(
         MESSAGES, tools=TOOLS, add_generation_prompt=True, return_dict=False
     )
-    tokenizer = ModelTokenizer(directory)
+    tokenizer = ModelTokenizer(read_tokenizer(directory))
     assert tokenizer.chat(MESSAGES, {"tools": TOOLS}) == expected
     # OpenAI's clients send parts of text, and the arguments of calls as JSON.
     as_sent: Any = [
@@ -81,7 +82,7 @@ def test_template_is_rendered_as_transformers_does(directory: Path) -> None:
 def test_what_a_template_cannot_tell_is_refused(directory: Path) -> None:
     def refused(messages: list[dict[str, Any]], values: dict[str, Any], field: str) -> None:
         with pytest.raises(CallerError) as caught:
-            ModelTokenizer(directory).chat(messages, values)
+            ModelTokenizer(read_tokenizer(directory)).chat(messages, values)
         assert caught.value.info.field == field
         assert caught.value.info.remedy
 
@@ -104,12 +105,57 @@ def test_tools_have_a_template_of_their_own_where_a_model_has_one(directory: Pat
     config = directory / "tokenizer_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": two}))
     expected = factory.from_pretrained(directory).apply_chat_template
-    tokenizer = ModelTokenizer(directory)
+    tokenizer = ModelTokenizer(read_tokenizer(directory))
     for tools in (None, TOOLS):
         told = expected(MESSAGES, tools=tools, add_generation_prompt=True, return_dict=False)
         assert tokenizer.chat(MESSAGES, {"tools": tools} if tools else {}) == told
 
 
 def test_text_has_the_tokens_that_begin_one_where_asked_for(directory: Path) -> None:
-    tokenizer = ModelTokenizer(directory)
+    tokenizer = ModelTokenizer(read_tokenizer(directory))
     assert tokenizer.encode("a", special=True) == [0, *tokenizer.encode("a")]
+
+
+PARTS = [{"type": "text", "text": " a "}, {"type": "text", "text": "b"}]
+ITERATES = (
+    "{{ bos_token + 'x' }}{% for m in messages %}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}{% if part.type == 'text' %}{{ part.text | trim }}"
+    "{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+MACRO = (
+    "{% macro said(content) %}{% if content is string %}{{ content }}{% else %}"
+    "{% for part in content %}{{ part['text'] }}{% endfor %}{% endif %}{% endmacro %}"
+    "{% for m in messages %}{{ said(m.content) }}{% endfor %}"
+)
+PARTS_ONLY = (
+    "{% for m in messages %}{% for part in m['content'] %}{% if part['type'] == 'text' %}"
+    "{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
+)
+TEXT_ONLY = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+TRIMS = "{% for m in messages %}{{ m['content'] | trim + '.' }}{% endfor %}"
+AS_JSON = "{% for m in messages %}{{ m['content'] | tojson }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [ITERATES, MACRO, PARTS_ONLY])
+def test_template_that_goes_through_parts_gets_them(directory: Path, template: str) -> None:
+    (directory / "chat_template.jinja").write_text(template)
+    factory: Any = PreTrainedTokenizerFast
+    theirs = factory.from_pretrained(directory).apply_chat_template
+    tokenizer = ModelTokenizer(read_tokenizer(directory))
+    messages: list[dict[str, Any]] = [{"role": "user", "content": PARTS}]
+    assert tokenizer.chat(messages, {}) == theirs(messages, return_dict=False)
+    text = [{"role": "user", "content": "a b"}]
+    in_one = [{"role": "user", "content": [{"type": "text", "text": "a b"}]}]
+    assert tokenizer.chat(text, {}) == theirs(in_one, return_dict=False)
+
+
+@pytest.mark.parametrize("template", [TEXT_ONLY, TRIMS, AS_JSON, TEMPLATE])
+def test_other_templates_get_one_text(directory: Path, template: str) -> None:
+    (directory / "chat_template.jinja").write_text(template)
+    factory: Any = PreTrainedTokenizerFast
+    theirs = factory.from_pretrained(directory).apply_chat_template
+    tokenizer = ModelTokenizer(read_tokenizer(directory))
+    joined = theirs(
+        [{"role": "user", "content": " a \nb"}], add_generation_prompt=True, return_dict=False
+    )
+    assert tokenizer.chat([{"role": "user", "content": PARTS}], {}) == joined

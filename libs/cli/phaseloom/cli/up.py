@@ -27,7 +27,7 @@ from phaseloom.common.process import config
 from phaseloom.scheduler.core.policies.registry import check_policies
 
 CONSOLE_PORT = 8900
-_GATEWAY_PACKAGES = ("aiohttp", "tokenizers", "jinja2", "numpy")
+_GATEWAY_PACKAGES = ("aiohttp", "transformers", "jinja2", "numpy")
 _CONSOLE_PACKAGES = ("aiohttp",)
 _WORKER_PACKAGES = ("torch", "transformers", "safetensors", "numpy", "psutil")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -25,6 +25,7 @@ from phaseloom.gateway.records import Book
 from phaseloom.gateway.replicas import PEERS, REPLICA, Replica, Seat, passed_on, peers
 from phaseloom.gateway.tenants import Tenant
 from phaseloom.gateway.tinker.sessions import end_silent_sessions
+from phaseloom.gateway.tokenizers import TOKENIZERS, Tokenizers
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ async def serve(stop: asyncio.Event) -> None:
             app.add_routes(checkpoints.routes)
             app.add_routes(openai.routes)
             app[REPLICA] = Replica(settings.keys, seats)
+            app[TOKENIZERS] = Tokenizers()
             async with peers() as app[PEERS], WorkerPool(_WORKER_MODULES) as app[WORKERS]:
                 await _listen(app, settings, listener, seats, stop)
 

@@ -33,14 +33,14 @@ from phaseloom.client import (
     outcome_of,
 )
 from phaseloom.common.process import lifecycle
-from phaseloom.gateway.core.text import TextParts
+from phaseloom.common.text.parts import TextParts
 from phaseloom.gateway.http import body_of, decoded, error_body, status_of, tenant_of
 from phaseloom.gateway.models import Draw
 from phaseloom.gateway.records import CheckpointRecord
 from phaseloom.gateway.replicas import HUNG_UP, LOOK_S
 from phaseloom.gateway.sampling import Source, check_samples, source_of
 from phaseloom.gateway.tenants import Tenant
-from phaseloom.gateway.tokenizers import ModelTokenizer, tokenizer_of
+from phaseloom.gateway.tokenizers import TOKENIZERS, ModelTokenizer
 
 PREFIX = "/v1"
 _DEFAULT_TOKENS = 16
@@ -62,7 +62,6 @@ _NOTHING_ASKED: dict[str, tuple[object, ...]] = {
     "continuous_usage_stats": (False,),
     "echo": (False,),
     "functions": ([],),
-    "include_stop_str_in_output": (False,),
     "logit_bias": ({},),
     "min_tokens": (0,),
     "modalities": (["text"],),
@@ -100,6 +99,7 @@ class _Asked(msgspec.Struct, frozen=True):
     repetition_penalty: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    include_stop_str_in_output: bool = False
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     stream: bool = False
@@ -158,20 +158,29 @@ class Call:
     tenant: Tenant
     source: Source
     body: _Asked
+    tokenizer: ModelTokenizer | None = None
+    """None: the request has tokens only, and so has the answer."""
 
-    @property
-    def tokenizer(self) -> ModelTokenizer:
-        return tokenizer_of(self.source.base.directory.path)
+    def spell(self, token: int, *, is_first: bool = False) -> tuple[str, list[int] | None]:
+        """Return a token's text, as it is shown with its log-probability, and bytes.
 
-    def spell(self, token: int) -> str:
-        """Return the text of a token as it is shown with its log-probability."""
-        if self.body.return_tokens_as_token_ids:
-            return f"token_id:{token}"
-        return self.tokenizer.token(token)
+        Args: is_first: neither the prompt nor the sample has text before it.
+        """
+        if self.tokenizer is None:
+            return _token_id(token), None
+        text = self.tokenizer.token_text(token, is_first=is_first)
+        spelling = _token_id(token) if self.body.return_tokens_as_token_ids else text
+        return spelling, [*self.tokenizer.token_bytes(token, text)]
 
-    def text(self) -> TextParts:
-        """Create a `TextParts` for the text of one sample."""
-        return TextParts(self.tokenizer.decode, _stops(self.body))
+    def text(self, prompt: list[int]) -> TextParts:
+        """Create a `TextParts` for the text of one sample of a prompt."""
+        assert self.tokenizer is not None
+        return TextParts(
+            self.tokenizer,
+            prompt,
+            _stops(self.body),
+            includes_stop=self.body.include_stop_str_in_output,
+        )
 
     async def submit(self, tokens: list[int], limit: int, top: int) -> GenerateHandle:
         """Submit a `generate` that continues a prompt.
@@ -197,18 +206,31 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A choice, or a part of one."""
+
+    piece: Piece
+    text: str
+    offsets: list[int]
+    """Position in the text at which each token begins. Empty if the form has no offsets."""
+    is_first: bool
+    """Whether neither the prompt nor the sample has text before it."""
+
+
+@dataclass(frozen=True)
 class Form:
     """The form in which an answer is written."""
 
     envelope: dict[str, Any]
     """Fields of every answer, and of every event of a stream."""
-    choice: Callable[[int, Piece, str], dict[str, Any]]
-    """Builds a choice, or a piece of one, from (its index, the piece, the piece's text)."""
+    choice: Callable[[int, Part], dict[str, Any]]
+    """Builds a choice, or a part of one, from its index and the part."""
     event: str = ""
     """The `object` of a stream's events. Empty: they have none."""
     once: dict[str, Any] = field(default_factory=dict)
     """Additional fields of a whole answer, and of the first event of a stream."""
     has_text: bool = True
+    has_offsets: bool = False
 
 
 async def _read(request: web.Request, kind: type[_T]) -> _T:
@@ -290,20 +312,23 @@ def _model(name: str) -> dict[str, Any]:
 @routes.post(PREFIX + "/completions")
 async def completions(request: web.Request) -> web.StreamResponse:
     tenant, body = tenant_of(request), await _read(request, Complete)
-    call = Call(tenant, await source_of(tenant, body.model), body)
+    source = await source_of(tenant, body.model)
+    tokenizer = await request.app[TOKENIZERS].of(source.base)
+    call = Call(tenant, source, body, tokenizer)
     prompts = [
-        call.tokenizer.encode(prompt, special=body.add_special_tokens)
+        tokenizer.encode(prompt, special=body.add_special_tokens)
         if isinstance(prompt, str)
         else prompt
         for prompt in _prompts(body.prompt)
     ]
 
-    def choice(index: int, piece: Piece, text: str) -> dict[str, Any]:
+    def choice(index: int, part: Part) -> dict[str, Any]:
+        piece = part.piece
         written = {
             "index": index,
-            "text": text,
+            "text": part.text,
             "finish_reason": piece.stop_reason or None,
-            "logprobs": None if body.logprobs is None else _logprobs(call, piece),
+            "logprobs": None if body.logprobs is None else _logprobs(call, part),
         }
         if body.return_token_ids:
             written["token_ids"] = piece.tokens
@@ -311,7 +336,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
                 written["prompt_token_ids"] = prompts[piece.prompt]
         return written
 
-    form = Form(_envelope("cmpl", "text_completion", body.model), choice, "text_completion")
+    form = Form(
+        _envelope("cmpl", "text_completion", body.model),
+        choice,
+        "text_completion",
+        has_offsets=body.logprobs is not None,
+    )
     limit = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     return await _answer(request, call, form, prompts, limit=limit, top=body.logprobs or 0)
 
@@ -320,20 +350,23 @@ async def completions(request: web.Request) -> web.StreamResponse:
 async def chat(request: web.Request) -> web.StreamResponse:
     tenant, body = tenant_of(request), await _read(request, Chat)
     _check_chat(body)
-    call = Call(tenant, await source_of(tenant, body.model), body)
+    source = await source_of(tenant, body.model)
+    tokenizer = await request.app[TOKENIZERS].of(source.base)
+    call = Call(tenant, source, body, tokenizer)
     values = {**(body.chat_template_kwargs or {})}
     if body.tools and body.tool_choice != "none":
         values["tools"] = body.tools
-    tokens = call.tokenizer.chat(body.messages, values)
+    tokens = tokenizer.chat(body.messages, values)
     message = "delta" if body.stream else "message"
 
-    def choice(index: int, piece: Piece, text: str) -> dict[str, Any]:
+    def choice(index: int, part: Part) -> dict[str, Any]:
+        piece = part.piece
         role = {} if piece.offset else {"role": "assistant"}
         written: dict[str, Any] = {
             "index": index,
-            message: {**role, "content": text},
+            message: {**role, "content": part.text},
             "finish_reason": piece.stop_reason or None,
-            "logprobs": {"content": _chat_logprobs(call, piece)} if body.logprobs else None,
+            "logprobs": {"content": _chat_logprobs(call, part)} if body.logprobs else None,
         }
         if body.return_token_ids:
             written["token_ids"] = piece.tokens
@@ -379,12 +412,12 @@ async def tokens(request: web.Request) -> web.StreamResponse:
     )
     call = Call(tenant, await source_of(tenant, body.model), params)
 
-    def choice(index: int, piece: Piece, text: str) -> dict[str, Any]:
+    def choice(index: int, part: Part) -> dict[str, Any]:
         return {
             "index": index,
-            "token_ids": piece.tokens,
-            "finish_reason": piece.stop_reason or None,
-            "logprobs": {"content": _chat_logprobs(call, piece)},
+            "token_ids": part.piece.tokens,
+            "finish_reason": part.piece.stop_reason or None,
+            "logprobs": {"content": _chat_logprobs(call, part)},
         }
 
     form = Form({"request_id": body.request_id or uuid.uuid4().hex}, choice, has_text=False)
@@ -411,37 +444,54 @@ def _prompts(prompt: object) -> list[str | list[int]]:
     )
 
 
-def _tops(call: Call, piece: Piece) -> list[dict[str, float]]:
-    """Return the likeliest tokens' log-probabilities at each position, by the tokens' text."""
-    names = [call.spell(token) for token in piece.top_tokens]
-    both = list(zip(names, piece.top_logprobs, strict=True))
+def _token_id(token: int) -> str:
+    return f"token_id:{token}"
+
+
+def _tops(piece: Piece) -> list[list[tuple[int, float]]]:
+    """Return the likeliest tokens at each position, with their log-probabilities."""
+    both = list(zip(piece.top_tokens, piece.top_logprobs, strict=True))
     length = len(piece.tokens)
     count = len(both) // max(length, 1)
-    return [dict(both[at * count : (at + 1) * count]) for at in range(length)]
+    return [both[at * count : (at + 1) * count] for at in range(length)]
 
 
-def _logprobs(call: Call, piece: Piece) -> dict[str, Any]:
+def _logprobs(call: Call, part: Part) -> dict[str, Any]:
+    names: list[str] = []
+    tops: list[dict[str, float]] = []
+    drawn = zip(part.piece.tokens, part.piece.logprobs, _tops(part.piece), strict=True)
+    for i, (token, logprob, likeliest) in enumerate(drawn):
+        is_first = part.is_first and not i
+        name, _ = call.spell(token, is_first=is_first)
+        if all(other != token for other, _ in likeliest):
+            likeliest.append((token, logprob))
+        by_text: dict[str, float] = {}
+        for other, value in likeliest:
+            text, _ = call.spell(other, is_first=is_first)
+            is_taken = text in by_text or (text == name and other != token)
+            by_text[_token_id(other) if is_taken else text] = value
+        names.append(name)
+        tops.append(by_text)
     return {
-        "tokens": [call.spell(token) for token in piece.tokens],
-        "token_logprobs": piece.logprobs,
-        "top_logprobs": _tops(call, piece),
-        "text_offset": [],
+        "tokens": names,
+        "token_logprobs": part.piece.logprobs,
+        "top_logprobs": tops,
+        "text_offset": part.offsets,
     }
 
 
-def _chat_logprobs(call: Call, piece: Piece) -> list[dict[str, Any]]:
-    both = zip(piece.tokens, piece.logprobs, strict=True)
-    return [
-        {
-            "token": call.spell(token),
-            "logprob": value,
-            "bytes": None,
-            "top_logprobs": [
-                {"token": name, "logprob": its, "bytes": None} for name, its in tops.items()
-            ],
-        }
-        for (token, value), tops in zip(both, _tops(call, piece), strict=True)
-    ]
+def _chat_logprobs(call: Call, part: Part) -> list[dict[str, Any]]:
+    def entry(token: int, logprob: float, *, is_first: bool) -> dict[str, Any]:
+        text, content = call.spell(token, is_first=is_first)
+        return {"token": text, "logprob": logprob, "bytes": content}
+
+    entries = []
+    drawn = zip(part.piece.tokens, part.piece.logprobs, _tops(part.piece), strict=True)
+    for i, (token, logprob, likeliest) in enumerate(drawn):
+        is_first = part.is_first and not i
+        tops = [entry(*other, is_first=is_first) for other in likeliest]
+        entries.append({**entry(token, logprob, is_first=is_first), "top_logprobs": tops})
+    return entries
 
 
 def _envelope(prefix: str, kind: str, model: str) -> dict[str, Any]:
@@ -516,11 +566,12 @@ class _Answer:
 
     async def whole(self, handles: list[GenerateHandle]) -> web.StreamResponse:
         results = await asyncio.gather(*(outcome_of(handle) for handle in handles))
-        choices = [
-            self._choice(prompt, _whole(prompt, sample, sequence))
+        pieces = [
+            _whole(prompt, sample, sequence)
             for prompt, result in enumerate(results)
             for sample, sequence in enumerate(result.sequences[0])
         ]
+        choices = await asyncio.to_thread(lambda: [*map(self._choice, pieces)])
         answer = {**self._form.envelope, **self._form.once}
         # OpenAI's clients can read this field; here it names the job that sampled.
         tenant, job, *_ = handles[0].key.split(".")
@@ -553,7 +604,7 @@ class _Answer:
 
     async def _write_pieces(self, prompt: int, handle: GenerateHandle) -> None:
         async for piece in handle.stream():
-            choice = self._choice(prompt, msgspec.structs.replace(piece, prompt=prompt))
+            choice = self._choice(msgspec.structs.replace(piece, prompt=prompt))
             await self._write({"choices": [choice]})
 
     async def _write(self, fields: dict[str, Any]) -> None:
@@ -566,14 +617,23 @@ class _Answer:
         event = msgspec.json.encode({**self._form.envelope, **kind, **once, **fields})
         await self._events.write(b"data: " + event + b"\n\n")
 
-    def _choice(self, prompt: int, piece: Piece) -> dict[str, Any]:
+    def _choice(self, piece: Piece) -> dict[str, Any]:
         self._num_drawn += len(piece.tokens)
-        index = prompt * self._call.body.n + piece.sample
-        text = ""
-        if self._form.has_text:
-            parts = self._texts.setdefault(index, self._call.text())
-            text = parts.take(piece.tokens, is_last=bool(piece.stop_reason))
-        return self._form.choice(index, piece, text)
+        index = piece.prompt * self._call.body.n + piece.sample
+        if not self._form.has_text:
+            return self._form.choice(index, Part(piece, "", [], False))
+        if index not in self._texts:
+            self._texts[index] = self._call.text(self._prompts[piece.prompt])
+        parts = self._texts[index]
+        is_first = not parts.has_text
+        text, offsets, tokens = "", [], piece.tokens
+        if self._form.has_offsets:
+            for token in tokens:
+                offsets.append(parts.num_chars)
+                text += parts.take([token], is_last=False)
+            tokens = []
+        text += parts.take(tokens, is_last=bool(piece.stop_reason))
+        return self._form.choice(index, Part(piece, text, offsets, is_first))
 
     def _usage(self) -> dict[str, int]:
         prompt_tokens = sum(map(len, self._prompts))

@@ -2,68 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import subprocess
+import sys
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
+import msgspec
+from aiohttp import web
 from jinja2 import Template, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
 
 from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.specs import RegisteredModel
+from phaseloom.common.process.diewithparent import launcher
+from phaseloom.common.tensors.modelfiles import is_companion
+from phaseloom.common.text import files
+from phaseloom.common.text.codec import TextCodec
+from phaseloom.common.text.files import DEFAULT_TEMPLATE, TokenizerFacts
 
-_CONFIG = "tokenizer_config.json"
-_TEMPLATE = "chat_template.jinja"
-_DEFAULT, _WITH_TOOLS = "default", "tool_use"
-"""Names of a model's chat templates, if it has several."""
+_MAX_TOKENIZERS = 64
+_READ_S = 120.0
+_WITH_TOOLS = "tool_use"
+"""Name of the chat template for requests with tools, if a model has several."""
 
 
-class ModelTokenizer:
-    """The tokenizer and the chat template of one model."""
+class ModelTokenizer(TextCodec):
+    """The tokenizer and the chat templates of one model."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises: CallerError: the directory has no `tokenizer.json`."""
-        try:
-            self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        except Exception as error:  # the library raises plain Exceptions
-            raise CallerError(
-                f"the tokenizer of model {directory.name!r} cannot be read: {error}",
-                code=Code.FAILED_PRECONDITION,
-                field="model",
-                remedy="send tokens, or register the model with its tokenizer.json",
-            ) from error
-        config = _json(directory / _CONFIG)
-        templates = config.get("chat_template") or []
-        if (directory / _TEMPLATE).is_file():
-            templates = (directory / _TEMPLATE).read_text()
-        several = (
-            [{"name": _DEFAULT, "template": templates}] if isinstance(templates, str) else templates
-        )
-        self._templates: dict[str, str] = {entry["name"]: entry["template"] for entry in several}
-        self._special = {
-            name: value["content"] if isinstance(value, dict) else value
-            for name, value in config.items()
-            if name.endswith("_token") and value
-        }
-
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Encode a text. Args: special: add special tokens, such as the initial one."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
-        return ids
-
-    def decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
-
-    def token(self, token: int) -> str:
-        """Return the vocabulary's spelling of a token."""
-        return self._tokenizer.id_to_token(token) or ""
+    def __init__(self, facts: TokenizerFacts) -> None:
+        super().__init__(facts)
+        self._templates = facts.chat_templates
+        self._special = facts.special_tokens
 
     def chat(self, messages: list[dict[str, Any]], values: dict[str, Any]) -> list[int]:
         """Render and encode a conversation, up to where the assistant speaks.
@@ -73,7 +52,7 @@ class ModelTokenizer:
                  tools, or it refuses the messages.
         """
         tools = values.get("tools")
-        name = _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else _DEFAULT
+        name = _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else DEFAULT_TEMPLATE
         if name not in self._templates:
             raise CallerError(
                 "the model has no chat template",
@@ -86,6 +65,7 @@ class ModelTokenizer:
         ]
         try:
             template, variables = _compiled(self._templates[name])
+            form = _content_form(self._templates[name], tuple(self._special.items()))
             if tools and "tools" not in variables:
                 raise CallerError(
                     "the model's chat template does not support tools",
@@ -99,7 +79,7 @@ class ModelTokenizer:
                     "add_generation_prompt": True,
                     **self._special,
                     **values,
-                    "messages": plain_messages,
+                    "messages": [{**m, **_content(m, form)} for m in plain_messages],
                 }
             )
         except (TemplateError, TypeError) as error:
@@ -111,13 +91,53 @@ class ModelTokenizer:
         return self.encode(text)
 
 
-@lru_cache(maxsize=64)
-def tokenizer_of(directory: str) -> ModelTokenizer:
-    return ModelTokenizer(Path(directory))
+class Tokenizers:
+    """The tokenizers of models. Each is read once, by a process of its own."""
+
+    def __init__(self) -> None:
+        self._tokenizers: dict[tuple[str, ...], ModelTokenizer] = {}
+        self._locks: defaultdict[tuple[str, ...], asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def of(self, base: RegisteredModel) -> ModelTokenizer:
+        """Raises: CallerError: FAILED_PRECONDITION: the tokenizer cannot be read."""
+        hashes = (file.blake3 for file in base.directory.files if is_companion(file.name))
+        key = (base.directory.path, *hashes)
+        async with self._locks[key]:
+            if key not in self._tokenizers:
+                if len(self._tokenizers) == _MAX_TOKENIZERS:
+                    del self._tokenizers[next(iter(self._tokenizers))]
+                self._tokenizers[key] = await _read(base)
+        return self._tokenizers[key]
 
 
-def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
+TOKENIZERS = web.AppKey("tokenizers", Tokenizers)
+
+
+async def _read(base: RegisteredModel) -> ModelTokenizer:
+    process = await asyncio.create_subprocess_exec(
+        *launcher([sys.executable, "-m", files.__name__, base.directory.path]),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(_READ_S):
+            output, errors = await process.communicate()
+        if process.returncode:
+            raise ValueError(errors.decode(errors="replace").strip().rpartition("\n")[2])
+        facts = msgspec.json.decode(output, type=TokenizerFacts)
+        # The library raises plain Exceptions, and parsing a large file takes it a second.
+        return await asyncio.to_thread(ModelTokenizer, facts)
+    except Exception as error:
+        raise CallerError(
+            f"the tokenizer of model {base.name!r} cannot be read: {error or 'it takes too long'}",
+            code=Code.FAILED_PRECONDITION,
+            field="model",
+            remedy="send tokens, or register the model with its tokenizer.json",
+        ) from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 def _raise(message: str) -> None:
@@ -125,26 +145,35 @@ def _raise(message: str) -> None:
 
 
 def _plain_message(message: dict[str, Any], field: str) -> dict[str, Any]:
-    """Convert a message for chat templates: its content to one text, and JSON arguments of tool
-    calls to objects.
+    """Convert JSON arguments of tool calls to objects.
 
     Raises: CallerError: a part of the content is not text, or arguments are not JSON.
     """
     message = dict(message)
     if isinstance(message.get("content"), list):
-        parts = [part.get("text") for part in message["content"] if isinstance(part, dict)]
-        texts = [part for part in parts if isinstance(part, str)]
-        if len(texts) < len(message["content"]):
-            raise CallerError(
-                "only text is supported",
-                field=f"{field}.content",
-                remedy="remove images, sound and files",
-            )
-        message["content"] = "\n".join(texts)
+        for part in message["content"]:
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                raise CallerError(
+                    "only text is supported",
+                    field=f"{field}.content",
+                    remedy="remove images, sound and files",
+                )
     if isinstance(message.get("tool_calls"), list):
         calls_field = f"{field}.tool_calls"
         message["tool_calls"] = [_call(part, calls_field) for part in message["tool_calls"]]
     return message
+
+
+def _content(message: dict[str, Any], form: ContentForm) -> dict[str, Any]:
+    """Return the field `content` of a message, if any, in a form that the template accepts."""
+    content = message.get("content")
+    if isinstance(content, list) and not form.has_parts:
+        return {"content": "\n".join(part["text"] for part in content)}
+    if isinstance(content, list):
+        return {"content": [{**part, "type": "text"} for part in content]}
+    if isinstance(content, str) and not form.has_text:
+        return {"content": [{"type": "text", "text": content}]}
+    return {}
 
 
 def _call(call: Any, field: str) -> Any:
@@ -172,6 +201,15 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+@dataclass(frozen=True)
+class ContentForm:
+    """The forms of a message's content that a chat template renders."""
+
+    has_text: bool
+    has_parts: bool
+    """Whether it renders a list of parts, part by part."""
+
+
 @lru_cache(maxsize=64)
 def _compiled(source: str) -> tuple[Template, set[str]]:
     """Compile a chat template as `transformers` does, and return it with the variables it reads.
@@ -185,6 +223,27 @@ def _compiled(source: str) -> tuple[Template, set[str]]:
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(source), find_undeclared_variables(environment.parse(source))
+
+
+@lru_cache(maxsize=64)
+def _content_form(source: str, special: tuple[tuple[str, str], ...]) -> ContentForm:
+    """Render both forms of a content, to see which of them the template supports."""
+    template, _ = _compiled(source)
+    words = ["Ostrava", "Liberec"]
+    parts = [{"type": "text", "text": word} for word in words]
+
+    def renders(content: object) -> bool:
+        message = {"role": "user", "content": content}
+        with suppress(Exception):  # templates raise errors of any type
+            values = {**dict(special), "messages": [message], "add_generation_prompt": True}
+            text = template.render(values)
+            # Written as a whole, a list would appear with its keys.
+            keys = "'type':'text'" in text.replace('"', "'").replace(" ", "")
+            return all(word in text for word in words) and not keys
+        return False
+
+    has_parts = renders(parts)
+    return ContentForm(not has_parts or renders(" ".join(words)), has_parts)
 
 
 def _json_text(

@@ -13,12 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
+import msgspec
 from transformers import PreTrainedConfig
 
 from phaseloom.common.contract.arrays import length
-from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.operations import (
     Forward,
     ForwardBackward,
@@ -29,8 +31,9 @@ from phaseloom.common.contract.operations import (
     Prompt,
     SamplingParams,
 )
-from phaseloom.common.contract.specs import DeploymentSpec
+from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
 from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.text.parts import Decoder, StopText
 from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.batch import (
     check_positions,
@@ -43,7 +46,9 @@ from phaseloom.worker.backends.capabilities import kinds_of
 from phaseloom.worker.backends.layout import check_layout
 from phaseloom.worker.backends.model import HeapTensors, max_positions, model_config, weights_dtype
 from phaseloom.worker.backends.shaping import check_bad_words
-from phaseloom.worker.backends.stoptext import StopText, token_bytes
+from phaseloom.worker.backends.stoptext import text_decoder
+
+GENERATION_FILE: Final = "generation_config.json"
 
 
 class InferenceBackend:
@@ -60,7 +65,7 @@ class InferenceBackend:
         self.vocab_size = int(config.vocab_size)
         self._name = spec.backend
         self._model_spec = spec.model
-        self._end_tokens = end_tokens(config, self.vocab_size)
+        self._end_tokens = end_tokens(spec.model, config)
         self._max_positions = max_positions(config)
 
     def use_host_memory(self, buffer: memoryview) -> None:
@@ -83,7 +88,7 @@ class InferenceBackend:
         check_bad_words(args.sampling, self.vocab_size)
         if args.sampling.stop_strings:
             # Reads the tokenizer on first use. An unreadable one must fail here, not mid-decode.
-            _ = self._token_bytes
+            _ = self._text_decoder
         tokens = [prompt.tokens for prompt in args.prompts]
         tokens_N = joined_ints(tokens, prompt_field)
         check_tokens(tokens_N, self.vocab_size, tokens, prompt_field)
@@ -113,17 +118,20 @@ class InferenceBackend:
         """Do nothing: there are no gradients."""
 
     @cached_property
-    def _token_bytes(self) -> list[bytes]:
-        return token_bytes(self._model_spec, self.vocab_size)
+    def _text_decoder(self) -> tuple[Decoder, list[str]]:
+        return text_decoder(self._model_spec)
 
-    def _stop_text(self, sampling: SamplingParams, generated: Sequence[int]) -> StopText | None:
+    def _stop_text(
+        self, sampling: SamplingParams, prompt: Sequence[int], generated: Sequence[int]
+    ) -> StopText | None:
         """Return the matcher of stop strings for one sample; None if the request has none.
 
-        Args: generated: the sample's tokens so far. A stop string may begin in their text.
+        Args: prompt: the tokens before the sample.
+        generated: the sample's tokens so far. A stop string may begin in their text.
         """
         if not sampling.stop_strings:
             return None
-        return StopText(sampling.stop_strings, self._token_bytes, generated)
+        return StopText(*self._text_decoder, sampling.stop_strings, prompt, generated)
 
     def _stop_tokens(self, sampling: SamplingParams) -> list[int]:
         """Return all tokens that end a sample, those of the request and those of the model."""
@@ -211,9 +219,30 @@ def prompt_field(i: int) -> str:
     return f"args.prompts[{i}].tokens"
 
 
-def end_tokens(config: PreTrainedConfig, vocab_size: int) -> list[int]:
-    """Return the end-of-sequence tokens that the model can draw: one, several or none."""
+def end_tokens(spec: ModelSpec, config: PreTrainedConfig) -> list[int]:
+    """Return the end-of-sequence tokens that the model can draw: one, several or none.
+
+    If a model has a `generation_config.json`, only that file counts, as in `transformers`.
+
+    Raises: ResourceError: DATA_LOSS: the file cannot be read.
+    """
     eos = config.eos_token_id
+    names = [] if spec.pinned is None else [file.name for file in spec.pinned.files]
+    if spec.pinned is not None and GENERATION_FILE in names:
+        path = Path(spec.pinned.path) / GENERATION_FILE
+        try:
+            eos = msgspec.json.decode(path.read_bytes(), type=_Generation).eos_token_id
+        except (OSError, msgspec.DecodeError) as error:
+            raise ResourceError(
+                f"file {path} of the registered model cannot be read: {error}",
+                code=Code.DATA_LOSS,
+                field="model.registered",
+                remedy="restore the file, or register the directory under another name",
+            ) from error
     ids = [eos] if isinstance(eos, int) else eos or []
     # Some configs name a token beyond the vocabulary, which can never be drawn.
-    return [token for token in ids if 0 <= token < vocab_size]
+    return [token for token in ids if 0 <= token < config.vocab_size]
+
+
+class _Generation(msgspec.Struct, frozen=True):
+    eos_token_id: int | list[int] | None = None

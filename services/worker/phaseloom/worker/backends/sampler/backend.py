@@ -341,7 +341,7 @@ class SamplerBackend(InferenceBackend):
                     sampling,
                     self._stop_tokens(sampling),
                     [
-                        self._stop_text(sampling, prompt.start.generated)
+                        self._stop_text(sampling, prompt.start.prompt, prompt.start.generated)
                         for prompt in prompts
                         for _ in range(args.num_samples)
                     ],

@@ -19,6 +19,7 @@ import torch
 from msgspec.structs import replace
 
 from phaseloom.common.contract.operations import DrawnTokens, SamplingParams, Sequence
+from phaseloom.common.text.parts import StopText
 from phaseloom.worker.backends.base import NONFINITE
 from phaseloom.worker.backends.rng import uniforms
 from phaseloom.worker.backends.shaping import (
@@ -28,7 +29,6 @@ from phaseloom.worker.backends.shaping import (
     temperature_of,
     with_logprobs,
 )
-from phaseloom.worker.backends.stoptext import StopText
 
 
 @dataclass(frozen=True)

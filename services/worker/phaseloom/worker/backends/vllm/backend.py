@@ -38,6 +38,7 @@ from phaseloom.common.contract.specs import (
 )
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.resharding import Holding, holding_of
+from phaseloom.common.text.parts import StopText
 from phaseloom.worker.backends.base import (
     ALONE,
     NONFINITE,
@@ -66,7 +67,6 @@ from phaseloom.worker.backends.model import (
 )
 from phaseloom.worker.backends.processgroup import Member, collective
 from phaseloom.worker.backends.shaping import is_plain, temperature_of
-from phaseloom.worker.backends.stoptext import StopText
 from phaseloom.worker.backends.vllm.adapters import (
     Part,
     parts_by_weight,
@@ -370,10 +370,11 @@ def _sequence(row: _Row) -> Sequence:
     )
 
 
-def _generated(prompt: Prompt) -> Seq[int]:
-    """Return the tokens of a prompt that belong to an earlier answer."""
+def _parts(prompt: Prompt) -> tuple[Seq[int], Seq[int]]:
+    """Split a prompt's tokens: the original prompt, and those of an earlier answer."""
     tokens = int32s(prompt.tokens)
-    return tokens[len(tokens) - prompt.num_generated :]
+    length = len(tokens) - prompt.num_generated
+    return tokens[:length], tokens[length:]
 
 
 class _Call:
@@ -384,7 +385,7 @@ class _Call:
         engine: Engine,
         watch: Watch,
         vocab_size: int,
-        stop_text: Callable[[SamplingParams, Seq[int]], StopText | None],
+        stop_text: Callable[[SamplingParams, Seq[int], Seq[int]], StopText | None],
     ) -> None:
         self._engine = engine
         self._vocab_size = vocab_size
@@ -403,7 +404,7 @@ class _Call:
         """Start a request, next to those that are being decoded."""
         i = len(self._requests)
         rows = [
-            _Row(i, k, sample, self._stop_text(args.sampling, _generated(prompt)))
+            _Row(i, k, sample, self._stop_text(args.sampling, *_parts(prompt)))
             for k, prompt in enumerate(args.prompts)
             for sample in range(args.num_samples)
         ]

@@ -1,0 +1,77 @@
+"""Read the tokenizer of a model directory as `transformers` reads it.
+
+A tokenizer is spread over up to eight files, and a class of `transformers` may overrule some of
+them. `AutoTokenizer` therefore decides, and the result is plain data that needs only the library
+`tokenizers`. Code in the directory is never run.
+
+Ranks call `read_tokenizer`. The gateway runs this module as a program (`python -m …files
+DIRECTORY`), which writes the facts to its standard output. That costs 1.5 s of processor time and
+70 MB of another process.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+TOKENIZER_FILE = "tokenizer.json"
+DEFAULT_TEMPLATE = "default"
+
+
+class TokenizerFacts(msgspec.Struct, frozen=True):
+    tokenizer: str
+    """The content of a `tokenizer.json` with all facts of other files in it, without truncation and
+    padding."""
+    special_tokens: dict[str, str]
+    """Values of `bos_token`, `eos_token` and their like for chat templates."""
+    chat_templates: dict[str, str]
+    """Chat templates by name."""
+    cleans_up: bool
+    """Whether decoding removes spaces before punctuation."""
+    splits_special: bool
+    """Whether the text of a special token is encoded as ordinary text."""
+
+
+def read_tokenizer(directory: Path) -> TokenizerFacts:
+    """Raises: Exception: the files are missing or invalid; `transformers` raises errors of many
+    types."""
+    from transformers import AutoTokenizer, TokenizersBackend
+
+    if not (directory / TOKENIZER_FILE).is_file():
+        raise FileNotFoundError(f"{directory / TOKENIZER_FILE} is missing")
+    factory: Any = AutoTokenizer
+    backend: Any = TokenizersBackend
+    options = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        read: Any = factory.from_pretrained(directory, **options)
+    except Exception:
+        read = None
+    if not isinstance(read, TokenizersBackend):
+        # The model has a class of its own, in code that we do not run or without this library.
+        read = backend.from_pretrained(directory, **options)
+    tokenizer = read.backend_tokenizer
+    # Both are left over from training. `transformers` resets them for each call.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    templates = read.chat_template or {}
+    is_bpe = type(tokenizer.model).__name__ == "BPE"
+    force = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+    return TokenizerFacts(
+        tokenizer.to_str(),
+        read.special_tokens_map,
+        {DEFAULT_TEMPLATE: templates} if isinstance(templates, str) else dict(templates),
+        bool(read.clean_up_tokenization_spaces) and (not is_bpe or getattr(read, force)),
+        bool(read.split_special_tokens),
+    )
+
+
+if __name__ == "__main__":
+    sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers do not need it
+    try:
+        facts = read_tokenizer(Path(sys.argv[1]))
+    except Exception as problem:  # the parent reports it
+        sys.exit(f"{problem!r}")
+    sys.stdout.buffer.write(msgspec.json.encode(facts))
