@@ -193,6 +193,10 @@ async def test_service_that_hangs_for_long_is_replaced(tmp_path: Path) -> None:
             assert await notices.until("restarted", service) == ["hung", "replaced", "restarted"]
             await step()
             assert mesh.pids(service) != before
+        before = mesh.kill("nats", signal.SIGSTOP)
+        await step()
+        await notices.until("replaced", "nats")
+        assert mesh.pids("nats") != before
 
 
 async def test_busy_machine_replaces_nothing(tmp_path: Path) -> None:

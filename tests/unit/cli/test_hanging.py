@@ -49,7 +49,7 @@ def watch(pulse: Pulse, until_s: float, window_s: float = 60.0) -> None:
     """Tick on time until the silence or the time is over."""
     end_s = time.monotonic() + window_s
     last_s = time.monotonic()
-    while pulse.silent_s < until_s and time.monotonic() < end_s:
+    while pulse.silence.seconds < until_s and time.monotonic() < end_s:
         time.sleep(TICK_S)
         pulse.tick(time.monotonic() - last_s)
         last_s = time.monotonic()
@@ -57,46 +57,46 @@ def watch(pulse: Pulse, until_s: float, window_s: float = 60.0) -> None:
 
 def test_stopped_process_counts_as_hung(pulse: Pulse) -> None:
     with python(BEAT_ONCE + "import time; time.sleep(60)", pulse) as process:
-        while not pulse.pid:
+        while not pulse.silence.pid:
             pulse.tick(0.0)
-        assert pulse.pid == process.pid
+        assert pulse.silence.pid == process.pid
         process.send_signal(signal.SIGSTOP)
         watch(pulse, HUNG_AFTER_S)
-        assert pulse.silent_s >= HUNG_AFTER_S
+        assert pulse.silence.seconds >= HUNG_AFTER_S
 
 
 @pytest.mark.parametrize("code", ["import time; time.sleep(60)", SPIN])
 def test_process_whose_loop_stands_still_counts_as_hung(pulse: Pulse, code: str) -> None:
     with python(BEAT_ONCE + code, pulse):
         watch(pulse, HUNG_AFTER_S)
-        assert pulse.silent_s >= HUNG_AFTER_S
+        assert pulse.silence.seconds >= HUNG_AFTER_S
 
 
 def test_process_that_gets_no_processor_does_not_count_as_hung(pulse: Pulse) -> None:
     """It shares one processor with others that the kernel always prefers."""
     processor = min(os.sched_getaffinity(0))
     with python(BEAT_ONCE + SPIN, pulse) as process, python(SPIN) as first, python(SPIN) as second:
-        while not pulse.pid:
+        while not pulse.silence.pid:
             pulse.tick(0.0)
         os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
         for each in (process, first, second):
             os.sched_setaffinity(each.pid, {processor})
         watch(pulse, HUNG_AFTER_S, WINDOW_S)
-        assert pulse.silent_s < HUNG_AFTER_S
+        assert pulse.silence.seconds < HUNG_AFTER_S
 
 
 def test_supervisor_that_was_late_counts_no_silence(pulse: Pulse) -> None:
     with python(BEAT_ONCE + "import time; time.sleep(60)", pulse):
-        while not pulse.pid:
+        while not pulse.silence.pid:
             pulse.tick(0.0)
         pulse.tick(60.0)
-        assert pulse.silent_s <= 2 * TICK_S
+        assert pulse.silence.seconds <= 2 * TICK_S
 
 
 def test_process_without_heartbeats_is_not_judged(pulse: Pulse) -> None:
     for _ in range(100):
         pulse.tick(TICK_S)
-    assert pulse.silent_s == 0.0
+    assert pulse.silence.seconds == 0.0
 
 
 def test_closing_connections_spares_listeners() -> None:

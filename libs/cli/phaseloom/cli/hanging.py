@@ -36,22 +36,57 @@ _CREDENTIALS = struct.Struct("iII")
 _MESSAGE_BYTES = 64
 
 
+class Silence:
+    """How long a process has been silent although it could run."""
+
+    def __init__(self) -> None:
+        self.pid = 0
+        """The process; 0: it is not known yet, and nothing is expected of it."""
+        self.seconds = 0.0
+        self._threads: dict[str, _Thread] = {}
+        """The last reading of the process's threads. Empty: none yet."""
+
+    def end(self) -> None:
+        """Count from 0 again: the process was heard, or another one replaces it."""
+        self.seconds, self._threads = 0.0, {}
+
+    def add(self, elapsed_s: float) -> None:
+        """Count a tick without a sign of life. Args: elapsed_s: since the last tick."""
+        elapsed_s = min(elapsed_s, _LONGEST_TICK_S)
+        if not self.pid:
+            return
+        if self.seconds < _UNMEASURED_S:
+            self.seconds += elapsed_s
+            return
+        with suppress(OSError):  # it has just ended
+            self.seconds += elapsed_s - self._excused_s(elapsed_s)
+
+    def _excused_s(self, elapsed_s: float) -> float:
+        """Return how much of a tick the process could not use.
+
+        Raises: OSError: the process has ended.
+        """
+        if _state(Path(f"/proc/{self.pid}")) == _STOPPED:
+            return 0.0
+        previous, self._threads = self._threads, _threads(self.pid)
+        return max(
+            thread.excused_s(previous[name], elapsed_s) if name in previous else elapsed_s
+            for name, thread in self._threads.items()
+        )
+
+
 class Pulse:
     """The heartbeats of one service."""
 
     def __init__(self) -> None:
+        self.silence = Silence()
+        """Silence of the process that sends heartbeats. It is known once the first one arrives."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._socket.bind("")  # the kernel chooses a free name that no file can lose
         self.address = "@" + self._socket.getsockname()[1:].decode()
         """Value of NOTIFY_SOCKET for the service."""
-        self.pid = 0
-        """The process that sends heartbeats; 0: none has arrived yet, and none is expected."""
-        self.silent_s = 0.0
-        """Time without heartbeats during which the process could have sent one."""
-        self._threads: dict[str, _Thread] = {}
-        """The last reading of the process's threads. Empty: none yet."""
 
     def close(self) -> None:
         self._socket.close()
@@ -59,18 +94,15 @@ class Pulse:
     def restart(self) -> None:
         """Forget the previous process of the service."""
         self._receive()
-        self.pid, self.silent_s, self._threads = 0, 0.0, {}
+        self.silence.end()
+        self.silence.pid = 0
 
     def tick(self, elapsed_s: float) -> None:
-        """Receive heartbeats, and count the silence. Args: elapsed_s: since the last tick."""
-        elapsed_s = min(elapsed_s, _LONGEST_TICK_S)
+        """Receive heartbeats, or count the silence. Args: elapsed_s: since the last tick."""
         if self._receive():
-            self.silent_s, self._threads = 0.0, {}
-        elif self.pid and self.silent_s < _UNMEASURED_S:
-            self.silent_s += elapsed_s
-        elif self.pid:
-            with suppress(OSError):  # it has just ended
-                self.silent_s += max(0.0, elapsed_s - self._excused_s(elapsed_s))
+            self.silence.end()
+        else:
+            self.silence.add(elapsed_s)
 
     def _receive(self) -> bool:
         """Receive all heartbeats that have arrived. Returns: whether there were any."""
@@ -82,24 +114,8 @@ class Pulse:
                 )
                 pid, user, _ = _CREDENTIALS.unpack(credentials[0][2])
                 if user == os.getuid():  # any user of the machine can send to this socket
-                    self.pid, has_beat = pid, True
+                    self.silence.pid, has_beat = pid, True
         return has_beat
-
-    def _excused_s(self, elapsed_s: float) -> float:
-        """Return how much of a tick the process could not use.
-
-        Raises: OSError: the process has ended.
-        """
-        state = _state(Path(f"/proc/{self.pid}"))
-        if state == _STOPPED:
-            return 0.0
-        previous, self._threads = self._threads, _threads(self.pid)
-        if state in _UNCOUNTED_STATES:
-            return elapsed_s
-        return max(
-            thread.excused_s(previous[name], elapsed_s) if name in previous else elapsed_s
-            for name, thread in self._threads.items()
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +128,9 @@ class _Thread:
     """Time for which it has waited for a processor, without the current wait."""
 
     def excused_s(self, previous: _Thread, elapsed_s: float) -> float:
-        """Return how long it waited for a processor since the previous reading."""
+        """Return for how much of a tick, from the previous reading to this one, it had to wait."""
+        if self.state in _UNCOUNTED_STATES:
+            return elapsed_s
         waited_s = self.delay_s - previous.delay_s
         if self.state == _RUNNABLE:
             waited_s = max(waited_s, elapsed_s - (self.run_s - previous.run_s))

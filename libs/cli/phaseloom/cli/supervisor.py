@@ -35,7 +35,7 @@ from nats.errors import TimeoutError as NatsTimeoutError
 
 from phaseloom.cli.certs import make_certificates
 from phaseloom.cli.child import STABLE_AFTER_S, Child, Ended, pause_s
-from phaseloom.cli.hanging import HUNG_AFTER_S, TICK_S, close_connections
+from phaseloom.cli.hanging import HUNG_AFTER_S, TICK_S, Silence, close_connections
 from phaseloom.cli.meshconfig import SETTINGS, MeshConfig, servers_of
 from phaseloom.cli.models import register
 from phaseloom.cli.processes import Listener, child_specs, console_key, with_metrics
@@ -56,7 +56,9 @@ from phaseloom.common.process.files import replace_file
 from phaseloom.common.tensors.modelfiles import read_model
 from phaseloom.common.transport import framing
 from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import close_client, connect
 from phaseloom.common.transport.leases import delete_dead_lease, node_lease_key
+from phaseloom.common.transport.natsclient import MeshClient
 from phaseloom.common.transport.natsserver import (
     Credentials,
     EmbeddedEnsemble,
@@ -72,6 +74,9 @@ _STOP_TIMEOUT_S = 12.0
 _READY_TIMEOUT_S = 60.0
 _REPLICATED = ("router", "gateway")
 """Services whose replicas share the work. One that hangs must not get a share of it."""
+_REPLACED = "silent for {:.1f} s although it could run; killed and started again"
+_PROBE_S = 1.0
+"""How often a NATS server must answer."""
 _ROOM_PAUSE_S = 0.5
 _FULL_BYTES = 2**20
 """A disk with less free space than this counts as full."""
@@ -281,8 +286,9 @@ class Mesh:
             ]
             marks = group.create_task(self._keep_marks(), name="marks")
             rooms = [
-                group.create_task(self._watch_disk(name, server), name=f"room of {name}")
+                group.create_task(watch(name, server), name=f"{watch.__name__} {name}")
                 for name, server in self.servers.members.items()
+                for watch in (self._watch_disk, self._watch_server)
             ]
             hanging = group.create_task(self._watch_hung(), name="hung services")
             async with asyncio.TaskGroup() as children:
@@ -310,12 +316,13 @@ class Mesh:
             elapsed_s, last_s = time.monotonic() - last_s, time.monotonic()
             for child in self._children:
                 if not child.is_stopping:
-                    before_s = child.pulse.silent_s
+                    before_s = child.pulse.silence.seconds
                     child.pulse.tick(elapsed_s)
                     await self._handle_silence(child, before_s)
 
     async def _handle_silence(self, child: Child, before_s: float) -> None:
-        name, silent_s, limit_s = child.spec.name, child.pulse.silent_s, self.config.replace_hung_s
+        name, silent_s = child.spec.name, child.pulse.silence.seconds
+        limit_s = self.config.replace_hung_s
         if silent_s < HUNG_AFTER_S:
             if before_s >= HUNG_AFTER_S:
                 log.warning("%s has resumed", name)
@@ -327,9 +334,9 @@ class Mesh:
                 f"{limit_s:g} s unless it resumes"
             )
             log.warning("%s hangs: %s", name, reason)
-            if name.startswith(_REPLICATED):
+            if self._has_replica(child):
                 try:
-                    await asyncio.to_thread(close_connections, child.pulse.pid)
+                    await asyncio.to_thread(close_connections, child.pulse.silence.pid)
                 except OSError as error:
                     log.warning("%s stays in the rotation: %s", name, error)
             await self._notice("hung", reason, name)
@@ -337,8 +344,49 @@ class Mesh:
             log.warning("replacing %s: it hangs", name)
             child.pulse.restart()  # replace it once
             child.send(signal.SIGKILL)
-            reason = f"silent for {silent_s:.1f} s although it could run; killed and started again"
-            await self._notice("replaced", reason, name)
+            await self._notice("replaced", _REPLACED.format(silent_s), name)
+
+    def _has_replica(self, child: Child) -> bool:
+        """Return whether another replica runs that can take over the work of one that hangs."""
+        service = child.spec.name.partition("-")[0]
+        return service in _REPLICATED and any(
+            _is_named(other.spec.name, service) and other.pulse.silence.seconds < HUNG_AFTER_S
+            for other in self._children
+        )
+
+    async def _watch_server(self, name: str, server: EmbeddedServer) -> None:
+        """Kill a NATS server that hangs, so that it is restarted; until cancelled."""
+        credentials = server.credentials
+        connecting = partial(
+            connect,
+            credentials.url,
+            f"supervisor of {name}",
+            credentials.user,
+            credentials.password,
+        )
+        client = await until_done(connecting, f"watch {name}")
+        silence, reason = Silence(), ""
+        try:
+            while True:
+                start_s = time.monotonic()
+                # A server that has ended is the subject of `_supervise_server`.
+                if not client.is_connected or await _answers(client):
+                    silence.end()
+                    silence.pid = server.pid if server.is_running else 0
+                    await asyncio.sleep(_PROBE_S)
+                else:
+                    silence.add(time.monotonic() - start_s)
+                if silence.seconds >= self.config.replace_hung_s and server.is_running:
+                    reason = _REPLACED.format(silence.seconds)
+                    log.warning("replacing %s: it hangs", name)
+                    silence.end()
+                    silence.pid = 0
+                    os.kill(server.pid, signal.SIGKILL)
+                elif reason and client.is_connected and not silence.seconds:
+                    await self._notice("replaced", reason, name)
+                    reason = ""
+        finally:
+            await close_client(client)
 
     async def _supervise_server(self, name: str, server: EmbeddedServer) -> None:
         """Restart a NATS server whenever it ends, until cancelled. Clients reconnect by
@@ -459,6 +507,15 @@ def socket_directory(run_dir: Path, nodes: Iterable[str]) -> Path:
         inside_run.mkdir(parents=True, exist_ok=True)
         return inside_run
     return Path(tempfile.mkdtemp(prefix="phaseloom-"))
+
+
+async def _answers(client: MeshClient) -> bool:
+    """Return whether the server that a client is connected to answers within a tick."""
+    try:
+        await client.ask_server("$SYS.REQ.USER.INFO", b"", TICK_S)
+    except (NatsError, NatsTimeoutError):
+        return False
+    return True
 
 
 def _is_named(name: str, service: str) -> bool:
