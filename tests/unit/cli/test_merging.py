@@ -109,6 +109,42 @@ def test_layers_stored_transposed_are_merged_transposed(
     assert torch.allclose(actual, logits(plain), rtol=0.0, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore")  # of `peft`, about GPT-2's layers and tied heads
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("model_type", "prefix", "targets"),
+    [
+        ("gpt2", "", ["c_attn", "c_fc", "lm_head"]),
+        ("gpt2", "transformer.", ["c_proj", "lm_head"]),
+        ("gpt_neox", "", ["query_key_value", "lm_head"]),
+        ("llama", "model.", ["q_proj", "lm_head"]),
+    ],
+)
+def test_files_may_name_weights_otherwise_than_memory(
+    model_type: str, prefix: str, targets: list[str], tied: bool, tmp_path: Path
+) -> None:
+    """Args: prefix: left out in the base's files."""
+    changes: dict[str, Any] = {"model_type": model_type, "tie_word_embeddings": tied}
+    changes |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    base = save_model(tmp_path / "base", torch.float32, **changes)
+    whole: Any = loaded(base)
+    whole.save_pretrained(base)
+    for file in base.glob("*.index.json"):
+        file.unlink()
+    for file in base.glob("model-*"):
+        file.unlink()
+    path = base / "model.safetensors"
+    save_file(
+        {n.removeprefix(prefix): t for n, t in load_file(path).items()}, path, {"format": "pt"}
+    )
+    adapter = save_adapter(base, tmp_path / "adapter", targets)
+    merge(base, adapter, tmp_path / "merged", console=QUIET)
+    plain: Any = PeftModel.from_pretrained(loaded(base), str(adapter))
+    actual = logits(loaded(tmp_path / "merged"))
+    assert torch.allclose(actual, logits(plain), rtol=0.0, atol=1e-4)
+    assert (actual - logits(loaded(base))).abs().max() > 1e-2
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

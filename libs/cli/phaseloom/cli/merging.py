@@ -41,9 +41,10 @@ from phaseloom.common.tensors.modelfiles import (
     check_directory,
 )
 from phaseloom.common.tensors.safetensors import Index, index_name
+from phaseloom.common.tensors.storednames import HEADS, stored_name
 
 _PACKAGES = ("torch", "safetensors")
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in)\.weight$")
 _FORMAT = {"format": "pt"}
 
 
@@ -137,19 +138,21 @@ def _merge(
     from safetensors.torch import load_file, save_file
 
     try:
-        remaining = _pairs_by_weight(load_file(adapter / f"{ADAPTER_STEM}.safetensors"), config)
+        pairs = _pairs_by_weight(load_file(adapter / f"{ADAPTER_STEM}.safetensors"), config)
     except (OSError, SafetensorError) as error:
         raise CallerError(
             f"the adapter's weights cannot be read: {error}",
             field="adapter",
             remedy="put a complete adapter_model.safetensors next to adapter_config.json",
         ) from error
+    stored = {entry.name for entry in headers.entries}
+    remaining = {stored_name(name, stored): pair for name, pair in pairs.items()}
     files = [directory / name for name in headers.weights.names]
     try:
         shutil.copytree(base, directory, ignore=shutil.ignore_patterns(*_IGNORED_FILES))
         for name in filter(None, [headers.weights.index, *headers.weights.names]):
             shutil.copy(base / name, directory / name)
-        if _HEAD in remaining:
+        if not remaining.keys().isdisjoint(HEADS):
             _untie(directory, headers.config, files)
         for file in files:
             tensors = load_file(file)
@@ -187,10 +190,14 @@ def _untie(directory: Path, config: dict[str, Any], all_files: list[Path]) -> No
     files: dict[str, Path] = {}
     for file in all_files:
         with safe_open(file, framework="pt") as opened:
-            files |= dict.fromkeys({*opened.keys()} & {_HEAD, _EMBEDDING}, file)
+            stored = [*opened.keys()]
+        names = [name for name in stored if name in HEADS or _EMBEDDING.search(name)]
+        files |= dict.fromkeys(names, file)
+    head = next((name for name in HEADS if name in files), HEADS[0])
+    embedding = next(iter(files.keys() - {head}), "model.embed_tokens.weight")
     if not files or not config.get("tie_word_embeddings", len(files) == 1):
         return
-    source, missing = (_EMBEDDING, _HEAD) if _EMBEDDING in files else (_HEAD, _EMBEDDING)
+    source, missing = (embedding, head) if embedding in files else (head, embedding)
     file = files.get(missing, files[source])
     tensors, weight = load_file(file), load_file(files[source])[source]
     tensors[missing] = weight.clone()  # safetensors refuses tensors that share memory

@@ -23,7 +23,7 @@ from phaseloom.worker.backends.layout import plan
 from phaseloom.worker.backends.model import parameter_shapes
 from phaseloom.worker.state.heap import Heap
 from tests.support.pretrained import loaded, pinned
-from tests.support.saved import save
+from tests.support.saved import load, save
 from tests.support.tinymodel import config
 from tests.unit.worker.backends.models import batch, running, spec
 from tests.unit.worker.backends.test_architectures import CHANGES, NO_TOKENS
@@ -122,6 +122,28 @@ def test_checkpoint_has_the_names_of_transformers(model_type: str, tmp_path: Pat
     factory: Any = AutoModelForCausalLM
     _, report = factory.from_pretrained(own, output_loading_info=True)
     assert not any(report.values()), report
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "llama", "qwen3_moe"])
+def test_checkpoints_of_other_programs_are_loaded_whatever_their_names(
+    model_type: str, tmp_path: Path
+) -> None:
+    """As `load_state` does."""
+    plain = build(model_type, tie_word_embeddings=False)
+    plain.save_pretrained(tmp_path)
+    saved, prefix, model = load_file(tmp_path / WEIGHTS), plain.base_model_prefix, pinned(tmp_path)
+    head_in_memory = {"embed_out.weight": "lm_head.weight"}
+    for change in (
+        without_prefix(prefix),
+        with_buffers,
+        lambda saved: {head_in_memory.get(name, name): each for name, each in saved.items()},
+    ):
+        rename(tmp_path, lambda _, change=change: change(saved))  # type: ignore[misc]
+        with running(replace(spec("sampler"), model=model)) as (backend, heap):
+            load(backend, heap, tmp_path)
+            rows = backend.forward(Forward(DATA)).logprobs
+        actual = torch.cat([torch.tensor(float32s(row)) for row in rows])
+        torch.testing.assert_close(actual, expected(plain), rtol=1e-4, atol=1e-4)
 
 
 def test_every_rank_reads_its_rows_of_renamed_and_split_tensors(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ from phaseloom.common.tensors.safetensors import (
     header_bytes,
     index_name,
 )
+from phaseloom.common.tensors.storednames import stored_names
 from phaseloom.common.tensors.tensortable import ALIGNMENT_BYTES, TensorTable
 from phaseloom.statemgr.checkpoints.assembly import global_shape, is_sound, slot_runs
 from phaseloom.statemgr.checkpoints.files import Checkpoints, marker_of, unpin
@@ -349,7 +350,8 @@ class SavedState:
         for slot in all_slots:
             group = weights if slot.role is Role.WEIGHT else training
             group[slot.name] = (slot.dtype, global_shape(slot))
-        stored = self._weights
+        names = stored_names(weights, self._weights)
+        self._weights = stored = {name: self._weights[names[name]] for name in names}
         if not are_all:
             stored = {name: stored[name] for name in weights if name in stored}
         _check_same(MODEL, stored, weights)

@@ -25,11 +25,8 @@ from transformers.core_model_loading import (
 )
 
 from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.tensors.storednames import DERIVED
 from phaseloom.worker.backends.filetensors import FileTensor, ParameterShapes
-
-_DERIVED = (r"(^|\.)rotary_emb\.\w+$", r"(^|\.)position_ids$", r"(attn|attention)\.(masked_)?bias$")
-"""Buffers in old files that models compute themselves. They are ignored unless the model has a
-parameter of that name, as `transformers` does."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,9 @@ class ModelNames:
         self._renamings = [rule for rule in transforms if isinstance(rule, WeightRenaming)]
         self._prefix = f"{model.base_model_prefix}."
         untyped_model: Any = model
+        # Only names without a parameter are ignored, as `transformers` does.
         ignored = untyped_model._keys_to_ignore_on_load_unexpected or ()
-        self._ignored = re.compile("|".join(f"({pattern})" for pattern in (*ignored, *_DERIVED)))
+        self._ignored = re.compile("|".join(f"({pattern})" for pattern in (*ignored, *DERIVED)))
         self._targets: dict[str, list[tuple[str, Stored]]] = {}
         """Name after renaming → pairs of a saved tensor's name, and where it is under that name."""
         first_names: dict[int, str] = {}
