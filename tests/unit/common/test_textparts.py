@@ -188,3 +188,13 @@ def test_space_behind_a_special_token_is_kept() -> None:
     parts = TextParts(codec, [], [])
     told = [parts.take([token], is_last=False) for token in tokens]
     assert told == ["a", "", "", " b", " a"]
+
+
+@pytest.mark.parametrize("kind", ["byte level", "llama"])
+def test_bytes_without_end_are_released_in_time(kind: str) -> None:
+    codec, _ = read(kind)
+    (token,) = [*codec.byte_tokens][:1] or [len(set(BYTES)) - 1]
+    parts = TextParts(codec, [], [])
+    first = parts.take([token] * 400, is_last=False)
+    assert len(first) > 100
+    assert first + parts.take([token] * 400, is_last=True) == codec.decode([token] * 800)

@@ -14,6 +14,8 @@ from typing import Protocol
 from phaseloom.common.text.codec import LONGEST_REPLACED, REPLACEMENT, clean_up
 
 _CONTEXT_TOKENS = 8
+_STEP_TOKENS = 32
+_MAX_OPEN_TOKENS = 128
 
 
 class Decoder(Protocol):
@@ -68,11 +70,16 @@ class TextParts:
         tokens."""
         if self._is_stopped:
             return ""
+        if not is_last and len(tokens) > _STEP_TOKENS:
+            steps = range(0, len(tokens), _STEP_TOKENS)
+            return "".join(self.take(tokens[i : i + _STEP_TOKENS], is_last=False) for i in steps)
         self._open += self._decoder.visible(tokens, special=self._special)
         text = self._decode([*self._context, *self._open])
         self._open_text = text[len(self._context_text) :]
-        ends_open = text.endswith(REPLACEMENT) or (
-            self._open[-1:] and (self._open[-1] in self._decoder.byte_tokens)
+        # Invalid bytes without end must not make each step slower than the one before.
+        ends_open = len(self._open) <= _MAX_OPEN_TOKENS and (
+            text.endswith(REPLACEMENT)
+            or any(token in self._decoder.byte_tokens for token in self._open[-1:])
         )
         if is_last or not ends_open:
             self._held += self._cleaned(self._open_text, is_last=is_last)
