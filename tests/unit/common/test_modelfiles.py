@@ -43,6 +43,10 @@ def bad_config(directory: Path) -> None:
     (directory / "config.json").write_text("[]")
 
 
+def bad_end_tokens(directory: Path) -> None:
+    (directory / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
+
+
 def no_shard(directory: Path) -> None:
     min(directory.glob("*.safetensors")).unlink()
 
@@ -75,6 +79,7 @@ def index_that_leaves(directory: Path) -> None:
     [
         (no_config, Code.NOT_FOUND, r"config\.json is missing"),
         (bad_config, Code.INVALID_ARGUMENT, r"config\.json: "),
+        (bad_end_tokens, Code.INVALID_ARGUMENT, r"generation_config\.json: "),
         (no_shard, Code.NOT_FOUND, r"\.safetensors is missing"),
         (torn_shard, Code.INVALID_ARGUMENT, r"\.safetensors: the tensors end"),
         (no_weights, Code.NOT_FOUND, r"index\.json is missing"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.specs import ModelDirectory, ModelFile, RegisteredModel
 from phaseloom.common.text.files import read_tokenizer
-from phaseloom.gateway.tokenizers import ModelTokenizer
+from phaseloom.gateway.tokenizers import ModelTokenizer, Tokenizers
 
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n", "é"]
 TOOLS = [
@@ -159,3 +161,21 @@ def test_other_templates_get_one_text(directory: Path, template: str) -> None:
         [{"role": "user", "content": " a \nb"}], add_generation_prompt=True, return_dict=False
     )
     assert tokenizer.chat([{"role": "user", "content": PARTS}], {}) == joined
+
+
+async def test_tokenizer_is_read_once_and_again_after_a_failure(directory: Path) -> None:
+    tokenizers = Tokenizers()
+    base = RegisteredModel("m", ModelDirectory(str(directory), []), {}, 0, [])
+    content = (directory / "tokenizer.json").read_text()
+    (directory / "tokenizer.json").write_text("{")
+    with pytest.raises(CallerError) as raised:
+        await tokenizers.of(base)
+    assert raised.value.info.field == "model"
+    assert raised.value.info.code is Code.FAILED_PRECONDITION
+    (directory / "tokenizer.json").write_text(content)
+    first, second = await asyncio.gather(tokenizers.of(base), tokenizers.of(base))
+    assert first is second
+    other = RegisteredModel(
+        "m", ModelDirectory(str(directory), [ModelFile("tokenizer.json", 1, "x")]), {}, 0, []
+    )
+    assert await tokenizers.of(other) is not first, "its files differ"

@@ -42,9 +42,9 @@ def test_end_tokens_are_those_of_transformers(
 
 def test_damaged_file_is_reported(tmp_path: Path) -> None:
     save_model(tmp_path)
+    spec = pinned(tmp_path)
     for content in ("{", "[]", '{"eos_token_id": "x"}'):
         (tmp_path / "generation_config.json").write_text(content)
-        spec = pinned(tmp_path)
         with pytest.raises(ResourceError) as raised:
             end_tokens(spec, model_config(spec))
         assert raised.value.info.code is Code.DATA_LOSS

@@ -36,14 +36,21 @@ from phaseloom.common.tensors.safetensors import (
 )
 
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 MODEL_STEM = "model"
 SUFFIX = ".safetensors"
 _COMPANIONS = (
-    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *(GENERATION_FILE, "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "chat_template*", "*.model", "*.tiktoken"),
     *("LICENSE*", "NOTICE*", "README.md"),
 )
 """Names of files that are registered with config and weights, and copied into checkpoints."""
+
+
+class GenerationFile(msgspec.Struct, frozen=True):
+    """The part of a `generation_config.json` that samplers use."""
+
+    eos_token_id: int | list[int] | None = None
 
 
 def is_companion(name: str) -> bool:
@@ -186,6 +193,8 @@ def _read_directory(directory: Path) -> tuple[dict[str, Any], WeightFiles, list[
         )
     with _readable():
         config: dict[str, Any] = _decoded(directory / CONFIG_FILE, dict[str, Any])
+        if (directory / GENERATION_FILE).is_file():
+            _decoded(directory / GENERATION_FILE, GenerationFile)
         weights, entries = _weights(directory)
     return config, weights, entries
 

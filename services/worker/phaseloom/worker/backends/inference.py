@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 from transformers import PreTrainedConfig
@@ -33,6 +33,7 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
 from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.tensors.modelfiles import GENERATION_FILE, GenerationFile
 from phaseloom.common.text.parts import Decoder, StopText
 from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.batch import (
@@ -47,8 +48,6 @@ from phaseloom.worker.backends.layout import check_layout
 from phaseloom.worker.backends.model import HeapTensors, max_positions, model_config, weights_dtype
 from phaseloom.worker.backends.shaping import check_bad_words
 from phaseloom.worker.backends.stoptext import text_decoder
-
-GENERATION_FILE: Final = "generation_config.json"
 
 
 class InferenceBackend:
@@ -231,7 +230,7 @@ def end_tokens(spec: ModelSpec, config: PreTrainedConfig) -> list[int]:
     if spec.pinned is not None and GENERATION_FILE in names:
         path = Path(spec.pinned.path) / GENERATION_FILE
         try:
-            eos = msgspec.json.decode(path.read_bytes(), type=_Generation).eos_token_id
+            eos = msgspec.json.decode(path.read_bytes(), type=GenerationFile).eos_token_id
         except (OSError, msgspec.DecodeError) as error:
             raise ResourceError(
                 f"file {path} of the registered model cannot be read: {error}",
@@ -242,7 +241,3 @@ def end_tokens(spec: ModelSpec, config: PreTrainedConfig) -> list[int]:
     ids = [eos] if isinstance(eos, int) else eos or []
     # Some configs name a token beyond the vocabulary, which can never be drawn.
     return [token for token in ids if 0 <= token < config.vocab_size]
-
-
-class _Generation(msgspec.Struct, frozen=True):
-    eos_token_id: int | list[int] | None = None
