@@ -242,7 +242,7 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("transport",),
     ],
     "phaseloom.common.contract": [
-        ("errors",),
+        ("errors", "modelconfig"),
         ("tenantlimits",),
         ("specs",),
         ("arrays", "codec", "ids", "state_layout"),

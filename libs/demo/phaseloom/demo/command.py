@@ -26,6 +26,7 @@ from phaseloom.cli.rundir import new_run_dir
 from phaseloom.cli.supervisor import Mesh
 from phaseloom.cli.up import with_policies
 from phaseloom.common.contract.errors import CallerError, PhaseloomError
+from phaseloom.common.contract.modelconfig import context_tokens
 from phaseloom.common.contract.specs import SlowdownTable
 from phaseloom.common.observability.spans import read_spans
 from phaseloom.common.process.slowdowns import read
@@ -315,7 +316,7 @@ def kv_cache_bytes(pretrained: Path | None) -> int:
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     position_bytes = 2 * 4 * int(config["num_hidden_layers"] * heads * head_dim)
-    one_sequence = position_bytes * int(config["max_position_embeddings"])
+    one_sequence = position_bytes * (context_tokens(config) or 0)
     return max(TINY_KV_CACHE_BYTES, one_sequence * 5 // 4)
 
 

@@ -38,6 +38,7 @@ from phaseloom.client import (
     outcome_of,
 )
 from phaseloom.common.contract.errors import ErrorInfo, to_exception
+from phaseloom.common.contract.modelconfig import context_tokens
 from phaseloom.common.contract.specs import Batching, RegisteredModel
 
 _T = TypeVar("_T", "TrainedModel", "VersionedSampler", "SharedSampler")
@@ -96,10 +97,9 @@ class Backends:
 
 
 def context_of(base: RegisteredModel) -> int:
-    """Return the maximum sequence length from a model's configuration. GPT-2 and similar models use
-    another field."""
-    context = base.config.get("max_position_embeddings") or base.config.get("n_positions")
-    if not isinstance(context, int):
+    """Return the maximum sequence length from a model's configuration."""
+    context = context_tokens(base.config)
+    if context is None:
         raise CallerError(
             f"the config of {base.name!r} does not say how long a sequence may be",
             code=Code.FAILED_PRECONDITION,

@@ -10,12 +10,14 @@ Shapes: B rows, T query columns, S key columns, N requested positions, H hidden,
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.modelconfig import context_tokens
 from phaseloom.worker.backends.capabilities import MODEL_TYPES
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -53,6 +55,41 @@ def check_attention(config: PreTrainedConfig) -> None:
         )
 
 
+def has_dynamic_rope(config: PreTrainedConfig) -> bool:
+    """Return whether rotary frequencies depend on the length of a sequence that exceeds the
+    original context."""
+    return "dynamic" in _rope_types(getattr(config, "rope_parameters", None) or {})
+
+
+def separate_lengths(model: PreTrainedModel) -> None:
+    """Let the length of a row alone decide about its dynamic rotary frequencies.
+
+    `transformers` would use those of the longest row in a pass for all of them, and keep them for
+    later passes.
+    """
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "dynamic":
+            module.forward = partial(_rowwise_rotary, module)
+
+
+def _rowwise_rotary(
+    module: Any, x: torch.Tensor, position_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    original = module.original_max_seq_len
+    last_B = position_ids.amax(dim=-1).clamp(min=original - 1).broadcast_to(x.shape[:1])
+    position_ids = position_ids.broadcast_to(len(last_B), position_ids.shape[-1])
+    groups = [(last_B == last).nonzero().flatten() for last in sorted({*last_B.tolist()})]
+    parts = []
+    for rows in groups:
+        # start from the original frequencies, whatever an earlier pass left behind
+        module.max_seq_len_cached = original
+        module.inv_freq = module.original_inv_freq.to(x.device)
+        parts.append(type(module).forward(module, x[rows], position_ids[rows]))
+    order = torch.cat(groups).argsort()
+    cos, sin = (torch.cat(values)[order] for values in zip(*parts, strict=True))
+    return cos, sin
+
+
 def attention_kernel(config: PreTrainedConfig) -> str:
     """Return the attention implementation for `transformers`.
 
@@ -68,7 +105,7 @@ def has_windows(config: PreTrainedConfig) -> bool:
     if types and SLIDING not in types:
         return False
     window = getattr(config, "sliding_window", None)
-    return window is not None and int(window) < int(config.max_position_embeddings)
+    return window is not None and int(window) < (context_tokens(config.to_dict()) or 0)
 
 
 def attention_masks(

@@ -22,12 +22,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.initialization import no_init_weights
 
 from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.modelconfig import context_tokens
 from phaseloom.common.contract.specs import ModelSpec
 from phaseloom.common.contract.state_layout import TensorSlot, host_start
 from phaseloom.worker.backends.architectures import (
     attention_kernel,
     check_attention,
     check_model_type,
+    separate_lengths,
 )
 from phaseloom.worker.backends.filetensors import ParameterShapes
 from phaseloom.worker.backends.layout import BFLOAT16, FLOAT32, Region
@@ -68,7 +70,7 @@ def model_config(spec: ModelSpec) -> PreTrainedConfig:
 
 def max_positions(config: PreTrainedConfig) -> int:
     """Return the longest sequence that the model supports, in tokens."""
-    return int(config.max_position_embeddings)
+    return context_tokens(config.to_dict()) or int(config.max_position_embeddings)
 
 
 def weights_dtype(spec: ModelSpec) -> str:
@@ -103,6 +105,7 @@ def _from_config(config: PreTrainedConfig) -> PreTrainedModel:
             field="model.config",
             remedy="pass the `config.to_dict()` of a causal language model",
         ) from error
+    separate_lengths(model)
     # Never train(): dropout would draw from the global generator.
     return model.eval()  # type: ignore[no-any-return]
 

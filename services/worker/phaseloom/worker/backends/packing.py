@@ -79,19 +79,22 @@ def idle_pass() -> Pass:
     return Pass(token_BT, token_BT, token_BT, none_N, none_N, none_N, zero_N, zero_N)
 
 
-def passes(batch: Batch, *, only_used: bool, columns: int = 1) -> Iterator[Pass]:
+def passes(
+    batch: Batch, *, only_used: bool, columns: int = 1, shares: bool = True
+) -> Iterator[Pass]:
     """Pack a batch into passes.
 
     Args: only_used: request only positions that count in the loss.
           columns: pad each pass to a multiple of this many columns.
+          shares: whether samples with a common beginning may become one row.
     """
-    for rows in _grouped(_rows(batch)):
+    for rows in _grouped(_rows(batch, shares=shares)):
         packed = _pack(rows, batch, only_used=only_used, columns=columns)
         if packed.index_N.size:
             yield packed
 
 
-def _rows(batch: Batch) -> list[Row]:
+def _rows(batch: Batch, *, shares: bool) -> list[Row]:
     """Merge samples into rows. Greedy: a sample joins the previous row unless that costs more
     tokens."""
     starts: list[int] = batch.starts.tolist()
@@ -99,7 +102,7 @@ def _rows(batch: Batch) -> list[Row]:
     for i, (start, stop) in enumerate(pairwise(starts)):
         tokens_T = batch.tokens_N[start:stop]
         joined = None
-        if rows:
+        if rows and shares:
             first = starts[rows[-1].members[0]]
             joined = _joined(rows[-1], i, batch.tokens_N[first : first + rows[-1].prefix], tokens_T)
         if joined:

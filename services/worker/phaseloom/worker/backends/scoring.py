@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from phaseloom.worker.backends.architectures import attention_masks, logits
+from phaseloom.worker.backends.architectures import attention_masks, has_dynamic_rope, logits
 from phaseloom.worker.backends.batch import Batch
 from phaseloom.worker.backends.packing import Pass, passes
 
@@ -32,6 +32,8 @@ class Scorer(nn.Module):
         """Args: dtype: dtype of the weights while the model runs."""
         super().__init__()
         self.model = model
+        self.shares_prefixes = not has_dynamic_rope(model.config)
+        """Whether a prefix computes the same before branches of different lengths."""
         self._dtype = dtype
 
     def forward(self, packed: Pass) -> torch.Tensor:
@@ -46,7 +48,11 @@ class Scorer(nn.Module):
         tokens_BT = torch.from_numpy(packed.tokens_BT).to(device)
         visible_BTT = packed.visible_BTT
         if visible_BTT is None:
-            output = model.base_model(input_ids=tokens_BT, use_cache=False)
+            # Without positions, padding would count in a row's length.
+            positions = {}
+            if not self.shares_prefixes:
+                positions = {"position_ids": torch.from_numpy(packed.positions_BT).to(device)}
+            output = model.base_model(input_ids=tokens_BT, use_cache=False, **positions)
         else:
             positions_BT = torch.from_numpy(packed.positions_BT).to(device)
             output = model.base_model(
@@ -79,7 +85,8 @@ def logprobs(scorer: Scorer, batch: Batch, packed: Iterable[Pass] | None = None)
     Args: packed: passes to run instead of the batch's own, if idle passes must follow them.
     """
     lp_N = np.empty(batch.targets_N.shape, dtype="<f4")
-    for item in passes(batch, only_used=False) if packed is None else packed:
+    shares = scorer.shares_prefixes
+    for item in passes(batch, only_used=False, shares=shares) if packed is None else packed:
         if item.index_N.size:  # an idle pass requests no position
             lp_N[item.source_N] = scorer(item).cpu().numpy()
         else:
@@ -109,7 +116,7 @@ def scores(scorer: Scorer, batch: Batch, num_top: int) -> list[Scores]:
     lp_N = np.empty(batch.tokens_N.size, dtype="<f4")
     tokens_NK = np.empty((lp_N.size, num_top), dtype="<i4")
     lp_NK = np.empty((lp_N.size, num_top), dtype="<f4")
-    for packed in passes(batch, only_used=False):
+    for packed in passes(batch, only_used=False, shares=scorer.shares_prefixes):
         logits_NV = scorer.logits(packed)
         lp_N[packed.source_N] = _of_targets(logits_NV, packed).cpu().numpy()
         top = torch.log_softmax(logits_NV, dim=-1).topk(num_top, dim=-1)

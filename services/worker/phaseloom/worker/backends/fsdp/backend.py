@@ -237,12 +237,13 @@ class FsdpBackend(TrainingBackend):
     def _passes(self, batch: Batch, *, only_used: bool) -> Iterator[Pass]:
         """Yield passes over this rank's data, then idle ones until it has as many as the busiest
         rank."""
+        shares = self._scorer.shares_prefixes
         if self._ranks.world_size == 1:
-            for packed in passes(batch, only_used=only_used, columns=self._columns):
+            for packed in passes(batch, only_used=only_used, columns=self._columns, shares=shares):
                 self.at_boundary()
                 yield packed
             return
-        local_passes = [*passes(batch, only_used=only_used)]
+        local_passes = [*passes(batch, only_used=only_used, shares=shares)]
         num_idle = largest(len(local_passes), self._ranks) - len(local_passes)
         yield from local_passes
         for _ in range(num_idle):

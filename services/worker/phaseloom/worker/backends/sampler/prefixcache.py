@@ -24,7 +24,8 @@ import torch
 
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.specs import DeploymentSpec
-from phaseloom.worker.backends.model import TORCH_DTYPES, model_config, weights_dtype
+from phaseloom.worker.backends.architectures import has_dynamic_rope
+from phaseloom.worker.backends.model import TORCH_DTYPES, max_positions, model_config, weights_dtype
 from phaseloom.worker.backends.sampler.decoder import Cache, Decoder
 from phaseloom.worker.state.devicememory import DeviceMemory, scratch_tensor
 
@@ -286,15 +287,25 @@ def kv_shape(decoder: Decoder[Any], device: torch.device) -> KvShape:
 
 
 def planned_bytes(spec: DeploymentSpec) -> int:
-    """Return each rank's scratch bytes for its prefix cache; 0 if it has none."""
+    """Return each rank's scratch bytes for its prefix cache; 0 if it has none.
+
+    Raises: CallerError: the model cannot have one.
+    """
     if not spec.prefix_cache:
         return 0
     config: Any = model_config(spec.model)
+    if has_dynamic_rope(config):
+        raise CallerError(
+            "rope_type dynamic cannot have a prefix cache: keys depend on the sequence's length",
+            code=Code.FAILED_PRECONDITION,
+            field="prefix_cache",
+            remedy="omit prefix_cache, or use another rope_type such as yarn",
+        )
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     dtype = TORCH_DTYPES[weights_dtype(spec.model)]
     shape = KvShape(int(config.num_hidden_layers), int(heads), int(size), dtype)
-    return spec.scratch_bytes or _SEQUENCES * config.max_position_embeddings * shape.num_bytes
+    return spec.scratch_bytes or _SEQUENCES * max_positions(config) * shape.num_bytes
 
 
 def prefix_cache(

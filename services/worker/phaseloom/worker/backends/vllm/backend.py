@@ -39,6 +39,7 @@ from phaseloom.common.contract.specs import (
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.common.text.parts import StopText
+from phaseloom.worker.backends.architectures import has_dynamic_rope
 from phaseloom.worker.backends.base import (
     ALONE,
     NONFINITE,
@@ -59,6 +60,7 @@ from phaseloom.worker.backends.model import (
     TORCH_DTYPES,
     HeapTensors,
     build_model,
+    max_positions,
     meta_model,
     model_config,
     parameter_shapes,
@@ -533,11 +535,25 @@ def settings_of(spec: DeploymentSpec) -> Settings:
             remedy="use the backend 'sampler', or a model without experts",
         )
     config = model_config(spec.model)
+    if has_dynamic_rope(config):
+        raise CallerError(
+            "the vllm backend does not support rope_type dynamic: vLLM uses one fixed base for all "
+            "lengths",
+            field="model.config.rope_parameters",
+            remedy="use the backend 'sampler', or another rope_type such as yarn",
+        )
+    if has_dynamic_rope(config):
+        raise CallerError(
+            "the vllm backend does not support rope_type dynamic: vLLM computes one set of "
+            "frequencies for all lengths",
+            field="model.config.rope_parameters",
+            remedy="use the backend 'sampler', or another rope_type such as yarn",
+        )
     tp, pp = spec.layout.tp, spec.layout.pp
     _check_divides("tp", tp, config.num_attention_heads, "attention heads")
     # Equal stages have room for equally many tokens, so that all ranks schedule the same.
     _check_divides("pp", pp, config.num_hidden_layers, "layers")
-    num_positions = int(config.max_position_embeddings) + _SPARE_POSITIONS
+    num_positions = max_positions(config) + _SPARE_POSITIONS
     dtype = weights_dtype(spec.model)
     per_token = _kv_bytes(config, dtype, spec.layout)
     kv_bytes = spec.scratch_bytes or _SEQUENCES * num_positions * per_token
