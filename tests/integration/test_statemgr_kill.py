@@ -9,6 +9,7 @@ import asyncio
 import gc
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -493,3 +494,45 @@ async def test_nothing_is_taken_over_from_an_index_that_cannot_be_read(short_dir
 async def _keep_nothing(_body: StateMessage, fds: list[int]) -> tuple[StateMessage, list[int]]:
     close_fds(fds)
     return Done(), []
+
+
+async def test_second_state_manager_on_a_directory_is_refused_and_takes_nothing(
+    short_dir: Path,
+) -> None:
+    async with daemon(short_dir) as d:
+        rank = await start(d, POLICY)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        content = rank.run(1)
+        await d.agent.switch_out(POLICY, 1, 2)
+        second = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "phaseloom.statemgr.main"),
+            env=d.environment,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, log = await second.communicate()
+        assert second.returncode
+        assert b"another state manager uses" in log
+        assert b"give this one its own directory" in log
+        await d.agent.switch_in(POLICY, 1, 3, [])
+        assert rank.digest() == content
+
+
+async def test_removed_socket_is_there_again_for_the_next_agent(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        await start(d, POLICY)
+        before = await d.agent.status()
+        d.socket.unlink()
+        await d.agent.close()
+        d.agent = await _connected(d)
+        assert {state.deployment for state in before.deployments} == {POLICY}
+        assert await d.agent.status()
+
+
+async def _connected(d: Daemon) -> AgentStateClient:
+    """The next agent, which tries until the socket is there."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                return await AgentStateClient.connect(d.socket, SECRET, reconnect_s=30.0)
+            except ResourceError:
+                await asyncio.sleep(0.05)

@@ -350,7 +350,7 @@ class Child:
 
 def names(daemon: Daemon) -> list[str]:
     """Of the state files on its disk."""
-    return sorted(path.name for path in daemon.files.rglob("*.*") if path.is_file())
+    return sorted(name for name in files_of(daemon) if "." in name)
 
 
 def is_empty(report: StatusReport) -> bool:
@@ -388,8 +388,9 @@ async def emptied(daemon: Daemon) -> None:
 
 
 def files_of(daemon: Daemon) -> list[str]:
-    """Whatever their names are."""
-    return [path.name for path in daemon.files.rglob("*") if path.is_file()]
+    """Whatever their names are, without the lock."""
+    paths = daemon.files.rglob("*")
+    return [path.name for path in paths if path.is_file() and path.name != ".lock"]
 
 
 _MEMORY = "/memfd:phaseloom: "

@@ -23,9 +23,9 @@ from phaseloom.common.transport.framing import (
     MAX_IN_FLIGHT,
     MAX_PATH_BYTES,
     Frame,
+    LocalListener,
     Peer,
     close_fds,
-    listen,
     serve,
 )
 
@@ -71,7 +71,7 @@ def served(handler: Any, scenario: Callable[[Peer[Body], Path], Awaitable[None]]
         await asyncio.wait([peer.closed])
 
     async def whole(path: Path) -> None:
-        with listen(path) as listener:
+        with LocalListener(path) as listener:
             server = asyncio.create_task(serve(listener, Body, session))
             peer: Peer[Body] = await Peer.connect(path, Body)
             try:
@@ -231,7 +231,7 @@ def test_handlers_finish_their_work_when_who_asked_is_gone(run: Run) -> None:
             assert done == ["whole"]
             finished.set()
 
-        with listen(path) as listener:
+        with LocalListener(path) as listener:
             server = asyncio.create_task(serve(listener, Body, session))
             peer: Peer[Body] = await Peer.connect(path, Body)
             call = asyncio.create_task(peer.call(Echo("")))
@@ -417,8 +417,8 @@ def test_connecting_to_nobody_is_a_resource_error(run: Run) -> None:
 
 
 def test_stale_socket_file_is_replaced_and_private(short_dir: Path) -> None:
-    listen(short_dir / "s").close()
-    with listen(short_dir / "s"):
+    LocalListener(short_dir / "s").close()
+    with LocalListener(short_dir / "s"):
         assert (short_dir / "s").stat().st_mode & 0o777 == 0o600
 
 
@@ -426,7 +426,7 @@ def test_path_too_long_for_a_socket_is_refused_at_both_ends(run: Run) -> None:
     async def scenario(path: Path) -> None:
         long = path.parent / ("x" * MAX_PATH_BYTES)
         with pytest.raises(CallerError, match="Unix socket"):
-            listen(long)
+            LocalListener(long)
         with pytest.raises(CallerError, match="Unix socket"):
             await Peer.connect(long, Body)
 

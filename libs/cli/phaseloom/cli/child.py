@@ -17,6 +17,7 @@ import msgspec
 
 from phaseloom.cli.hanging import Pulse
 from phaseloom.cli.processes import ChildSpec
+from phaseloom.common.contract.errors import unexpected_error
 from phaseloom.common.process import config as configuration
 from phaseloom.common.process.heartbeat import NOTIFY_SOCKET
 from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
@@ -48,6 +49,20 @@ class Ended:
         if self.exit_code < 0:
             how = signal.Signals(-self.exit_code).name
         return f"{how} after {self.after_s:.1f} s"
+
+
+@dataclass(slots=True)
+class NotStarted:
+    """Why a child could not be started, such as too few open files."""
+
+    error: OSError
+    after_s: float = 0.0
+
+    def __str__(self) -> str:
+        info = unexpected_error(self.error)
+        return f"it could not be started: {info.message}" + (
+            f" (to fix: {info.remedy})" if info.remedy else ""
+        )
 
 
 def logged_reason(log_file: Path) -> str:
@@ -86,7 +101,10 @@ class Child:
         failures, previous_line = 0, ""
         try:
             while not self._stopping.is_set():
-                ended = await self._run_once()
+                try:
+                    ended: Ended | NotStarted = await self._run_once()
+                except OSError as error:
+                    ended = NotStarted(error)
                 if self._stopping.is_set():
                     return
                 # A long run ends the series of failures, so that its next pause is short.
@@ -137,6 +155,7 @@ class Child:
 
     async def _run_once(self) -> Ended:
         started_s = time.monotonic()
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
         self.pulse.restart()
         try:
             stdin = asyncio.subprocess.DEVNULL

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ from phaseloom.common.contract.specs import (
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
 from phaseloom.common.contract.tenantlimits import TenantLimits, check_tenant_limits
 from phaseloom.common.process import config, machine, slowdowns
+from phaseloom.common.process.files import read_json
 from phaseloom.common.tensors.modelfiles import check_directory
 from phaseloom.common.transport.natsserver import (
     ENSEMBLE_SIZE,
@@ -308,6 +310,12 @@ def servers_of(
 
 
 def settings_of(run_dir: Path) -> MeshConfig | None:
-    """Return the settings of the run in a directory, or None if there is no run."""
-    file = run_dir / SETTINGS
-    return msgspec.json.decode(file.read_bytes(), type=MeshConfig) if file.is_file() else None
+    """Return the settings of the run in a directory, or None if there is no run.
+
+    Raises: CallerError: FAILED_PRECONDITION: the file is damaged.
+    """
+    remedy = "restore the file from a backup, or remove it: the next `phaseloom up` writes it"
+    with suppress(FileNotFoundError):
+        settings: MeshConfig = read_json(run_dir / SETTINGS, MeshConfig, remedy)
+        return settings
+    return None

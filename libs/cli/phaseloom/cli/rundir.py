@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import msgspec
 
 from phaseloom.common.contract.errors import CallerError, Code
-from phaseloom.common.process import config
+from phaseloom.common.process import config, files
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import SERVICE_CREDENTIALS, BusConfig, connect
 from phaseloom.common.transport.natsserver import Credentials
@@ -78,25 +77,15 @@ def run_to_resume(run: str, runs: Path) -> Path:
 def locked(run_dir: Path) -> Iterator[None]:
     """Lock a run directory against other meshes within the block.
 
-    The kernel releases the lock when this process ends for any reason. If the directory cannot be
-    locked (a file system without locks, or a read-only directory), the block runs without a lock
-    after a warning in the log.
-
     Raises: CallerError: FAILED_PRECONDITION: another process has locked the directory.
     """
-    with ExitStack() as stack:
-        try:
-            file = stack.enter_context((run_dir / LOCK).open("wb"))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CallerError(
-                f"{run_dir} is in use by a running mesh or a backup",
-                code=Code.FAILED_PRECONDITION,
-                field="--run",
-                remedy="stop the mesh, or wait until the backup has ended",
-            ) from None
-        except OSError as error:
-            log.warning("cannot lock %s against other meshes: %s", run_dir, error.strerror)
+    in_use = CallerError(
+        f"{run_dir} is in use by a running mesh or a backup",
+        code=Code.FAILED_PRECONDITION,
+        field="--run",
+        remedy="stop the mesh, or wait until the backup has ended",
+    )
+    with files.locked(run_dir / LOCK, in_use):
         yield
 
 

@@ -78,6 +78,7 @@ _REPLACED = "silent for {:.1f} s although it could run; killed and started again
 _PROBE_S = 1.0
 """How often a NATS server must answer."""
 _ROOM_PAUSE_S = 0.5
+_LONGEST_WRITE_PAUSE_S = 60.0
 _FULL_BYTES = 2**20
 """A disk with less free space than this counts as full."""
 _ROOM_BYTES = 2**26
@@ -128,6 +129,8 @@ class Mesh:
         self._supervising: asyncio.Task[None] | None = None
         self._bus: Bus | None = None
         self._marks: StoreMarks | None = None
+        self._write_failures: dict[str, str] = {}
+        """NATS server → why it could not write. It takes the notice only after its restart."""
         self._begins_at = 1
         """Sequence number of the first decision log entry of this mesh."""
 
@@ -288,7 +291,7 @@ class Mesh:
             rooms = [
                 group.create_task(watch(name, server), name=f"{watch.__name__} {name}")
                 for name, server in self.servers.members.items()
-                for watch in (self._watch_disk, self._watch_server)
+                for watch in (self._watch_disk, self._watch_writes, self._watch_server)
             ]
             hanging = group.create_task(self._watch_hung(), name="hung services")
             async with asyncio.TaskGroup() as children:
@@ -408,6 +411,8 @@ class Mesh:
                     log.warning("%s does not start: %s", name, error)
             self._write_state()
             await self._report_restart(name, str(ended))
+            if failure := self._write_failures.pop(name, ""):
+                await self._notice("writes_failed", failure, name)
 
     async def _watch_disk(self, name: str, server: EmbeddedServer) -> None:
         """Report when the disk of a server's store is full, and restart the server once it has
@@ -435,8 +440,33 @@ class Mesh:
             elif is_full and free >= _ROOM_BYTES:
                 is_full = False
                 log.warning("the disk of %s has space again; restarting it", name)
-                if server.is_running:
-                    os.kill(server.pid, signal.SIGTERM)
+                _terminate(server)
+
+    async def _watch_writes(self, name: str, server: EmbeddedServer) -> None:
+        """Restart a server that can no longer write a stream, such as after it was short of open
+        files. It would refuse that stream's messages for good."""
+        pause_s = _ROOM_PAUSE_S
+        while True:
+            await asyncio.sleep(pause_s)
+            try:
+                failed = server.failed_writes()
+                is_full = shutil.disk_usage(server.store).free < _ROOM_BYTES
+            except OSError:
+                continue  # such as this process's own lack of open files
+            if not failed or is_full:  # `_watch_disk` restarts it once the disk has space
+                pause_s = _ROOM_PAUSE_S
+                continue
+            error = ResourceError(
+                f"{name} cannot write a stream: {failed[-1]}",
+                code=Code.RESOURCE_EXHAUSTED,
+                remedy="it is restarted; if this repeats, raise the limit of open files (ulimit "
+                f"-n), or see {server.store.parent / 'nats.log'}",
+            )
+            log.error("%s", error)
+            self._write_failures[name] = str(error)
+            _terminate(server)
+            # If the shortage lasts, more restarts do not help.
+            pause_s = min(2 * pause_s, _LONGEST_WRITE_PAUSE_S)
 
     async def _stop(self) -> None:
         """Stop the agents first, so that ranks end and permits are returned, then all other
@@ -516,6 +546,12 @@ async def _answers(client: MeshClient) -> bool:
     except (NatsError, NatsTimeoutError):
         return False
     return True
+
+
+def _terminate(server: EmbeddedServer) -> None:
+    if server.is_running:
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(server.pid, signal.SIGTERM)
 
 
 def _is_named(name: str, service: str) -> bool:

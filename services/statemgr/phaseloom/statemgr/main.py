@@ -22,6 +22,7 @@ from phaseloom.common.observability import metrics
 from phaseloom.common.observability.metrics import Reading
 from phaseloom.common.process import lifecycle, machine
 from phaseloom.common.process.config import LAST_PORT, check_bounds, load
+from phaseloom.common.process.files import locked
 from phaseloom.common.transport import framing
 from phaseloom.statemgr.checkpoints.catalogue import Archives, Catalogue
 from phaseloom.statemgr.checkpoints.exporting import Exporter
@@ -50,6 +51,7 @@ from phaseloom.statemgr.versions.weights import Publishing, Weights
 
 log = logging.getLogger(__name__)
 
+_LOCK = ".lock"
 _GC_THRESHOLD = 200_000
 """New objects between two runs of the garbage collector."""
 _LISTEN_AGAIN_S = 1.0
@@ -137,6 +139,19 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     config.check()
+    root = Path(config.directory)
+    await asyncio.to_thread(root.mkdir, parents=True, exist_ok=True)
+    in_use = CallerError(
+        f"another state manager uses {root}",
+        code=Code.FAILED_PRECONDITION,
+        field="statemgr.directory",
+        remedy="stop the other one, or give this one its own directory and socket",
+    )
+    with locked(root / _LOCK, in_use):
+        await _serve(config, stop)
+
+
+async def _serve(config: StateManagerConfig, stop: asyncio.Event) -> None:
     identity = Identity.load(config.certificates)
     home = Home(identity, "", config.site, config.peer_timeout_s)
     directory = await asyncio.to_thread(StateDirectory, Path(config.directory))
@@ -177,7 +192,7 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     )
     server = tls.Server(identity, config.peer_timeout_s, nodes.session)
     addresses = _Addresses(home, node.background, server, config.host, config.port)
-    local = framing.listen(config.socket)
+    local = framing.LocalListener(config.socket)
     try:
         async with node.background.running():
             sharing = Sharing(node.ledger, node.memory, node.copies, node.ranks, node.background)

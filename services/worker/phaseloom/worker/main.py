@@ -61,7 +61,7 @@ async def serve(stop: asyncio.Event) -> None:
         node = NodeId(settings.node)
         # The state manager must be reachable before the node is announced.
         await serve_state(bus, node, state)
-        listener = framing.listen(agent_socket)
+        listener = framing.LocalListener(agent_socket)
         interpreters = Interpreters(settings.interpreters, preload=settings.preload)
         async with asyncio.TaskGroup() as tasks:
             agent = Agent(

@@ -41,7 +41,7 @@ async def _call_after_a_restart(path: Path, *answers: PhaseloomError | None) -> 
         await ask(peer, RankHello("token"), Done)
 
     link = StateLink(path, greet, None, reconnect_s=30.0)
-    with framing.listen(path) as listener:
+    with framing.LocalListener(path) as listener:
         serving = asyncio.create_task(framing.serve(listener, StateMessage, session))
         try:
             await link.connect()

@@ -10,6 +10,7 @@ On the bus an error is an `ErrorInfo`; `to_exception` and `PhaseloomError.info` 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from enum import StrEnum
 
@@ -109,8 +110,32 @@ class InternalError(PhaseloomError):
     default_code = Code.INTERNAL
 
 
+_NO_MEMORY = "free memory on this machine, or give it less work; then try again"
+_NO_DESCRIPTORS = "raise the limit of open files (ulimit -n), or close some; then try again"
+_NO_SPACE = "free space on the disk, then try again"
+_SHORTAGES = {
+    errno.ENOMEM: _NO_MEMORY,
+    errno.ENOBUFS: _NO_MEMORY,
+    errno.EMFILE: _NO_DESCRIPTORS,
+    errno.ENFILE: _NO_DESCRIPTORS,
+    errno.ENOSPC: _NO_SPACE,
+    errno.EDQUOT: _NO_SPACE,
+}
+"""What to do about an error of the operating system that says that something is short."""
+
+
 def unexpected_error(error: BaseException) -> ErrorInfo:
-    """Wrap an unexpected exception, which is a bug in Phaseloom, as an `INTERNAL` error."""
+    """Wrap an unexpected exception as an error.
+
+    A shortage of the machine is `RESOURCE_EXHAUSTED`. Anything else is a bug in Phaseloom:
+    `INTERNAL`.
+    """
+    shortage = _SHORTAGES.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+    if isinstance(error, MemoryError):
+        shortage = _NO_MEMORY
+    if shortage:
+        text = _shortened(f"{type(error).__name__}: {error}")
+        return ErrorInfo(Code.RESOURCE_EXHAUSTED, text, remedy=shortage)
     return ErrorInfo(Code.INTERNAL, _shortened(f"{type(error).__name__}: {error}"))
 
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from phaseloom.common.contract.errors import InternalError, PhaseloomError, unexpected_error
+from phaseloom.common.contract.errors import PhaseloomError, to_exception, unexpected_error
 from phaseloom.common.observability import metrics
 from phaseloom.common.observability.metrics import Metric
 
@@ -19,11 +19,12 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def error_boundary(metric: Metric, part: str) -> Iterator[None]:
-    """Convert an unexpected exception of the block to an InternalError, and log and count it.
+    """Convert an unexpected exception of the block to a PhaseloomError, and log and count it.
 
     Args:   metric: the counter, with the label `part`.
             part: the kind of work, for the label; one of few values.
-    Raises: PhaseloomError: raised by the block. InternalError: replaces any other exception.
+    Raises: PhaseloomError: raised by the block. ResourceError: the machine is short of something.
+            InternalError: replaces any other exception.
     """
     try:
         yield
@@ -32,4 +33,4 @@ def error_boundary(metric: Metric, part: str) -> Iterator[None]:
     except Exception as error:
         log.exception("unexpected error in a %s", part)
         metrics.count(metric, part=part)
-        raise InternalError(unexpected_error(error).message) from error
+        raise to_exception(unexpected_error(error)) from error

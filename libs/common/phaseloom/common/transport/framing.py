@@ -54,6 +54,9 @@ _READ_BYTES = 64 * 1024
 """Bytes per read. For larger buffers malloc would call the system every time."""
 _CUT_OFF = int(socket.MSG_CTRUNC)  # as a flag of the enumeration it costs a microsecond
 _LENGTH = struct.Struct("<I")
+_LOOK_EVERY_S = 1.0
+"""Pause between two looks at a socket's file, and between attempts while the machine is short of
+something."""
 _CREDENTIALS = struct.Struct("iII")
 """Pid, uid and gid of the connected process (`ucred`)."""
 
@@ -136,7 +139,10 @@ class Peer(Generic[Body]):
                 socket.
         """
         _check_length(path)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            raise to_exception(unexpected_error(error)) from error
         sock.setblocking(False)
         try:
             await asyncio.get_running_loop().sock_connect(sock, str(path))
@@ -243,7 +249,10 @@ class Peer(Generic[Body]):
         self._received += chunk
         try:
             if flags & _CUT_OFF:
-                raise _ProtocolError(f"more than {self.max_fds} file descriptors at once")
+                raise _ProtocolError(
+                    "file descriptors were lost: they were more than "
+                    f"{self.max_fds}, or this process has too many open files"
+                )
             self._parse_frames()
             # Check after parsing: one read may contain the end of a frame and the start of another.
             if len(self._received_fds) > self.max_fds:
@@ -317,7 +326,7 @@ class Peer(Generic[Body]):
             return
         try:
             self._send(number, reply, reply_fds, answer=True)
-        except CallerError as error:
+        except PhaseloomError as error:
             log.error("cannot send the answer to %s: %s", type(body).__name__, error)
             self._send(number, Failed(error.info), (), answer=True)
 
@@ -331,8 +340,7 @@ class Peer(Generic[Body]):
                 f"descriptors, got {len(payload)} and {len(fds)}"
             )
         data = _LENGTH.pack(len(payload)) + payload
-        # Duplicate them: the caller may close its own before the socket sends them.
-        self._unsent.append(_Unsent(memoryview(data), [os.dup(fd) for fd in fds]))
+        self._unsent.append(_Unsent(memoryview(data), _duplicates(fds)))
         self._unsent_bytes += len(data)
         if self._unsent_bytes > MAX_UNSENT_BYTES:
             log.warning("disconnecting a peer that leaves %d bytes unread", self._unsent_bytes)
@@ -366,14 +374,68 @@ class Peer(Generic[Body]):
             self._is_waiting_to_write = False
 
 
-def listen(path: str | Path) -> socket.socket:
-    """Return a Unix socket listening at `path`, accessible only to its owner. A stale socket is
-    replaced.
+def _duplicates(fds: Sequence[int]) -> list[int]:
+    """Duplicate descriptors, because the caller may close its own before the socket sends them.
 
-    Raises: CallerError: the path is too long for a socket.
+    Raises: ResourceError: RESOURCE_EXHAUSTED: this process has too many open files.
     """
-    path = Path(path)
-    _check_length(path)
+    duplicates: list[int] = []
+    try:
+        for fd in fds:
+            duplicates.append(os.dup(fd))
+    except OSError as error:
+        close_fds(duplicates)
+        raise to_exception(unexpected_error(error)) from error
+    return duplicates
+
+
+class LocalListener:
+    """A Unix socket that listens at a path, accessible only to its owner.
+
+    A stale socket is replaced. If somebody removes the file, the listener makes it again, so that
+    clients find it.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises: CallerError: the path is too long for a socket."""
+        self._path = Path(path)
+        _check_length(path)
+        self._sock = _listen(self._path)
+
+    def __enter__(self) -> LocalListener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._sock.close()
+
+    async def accept(self) -> socket.socket:
+        """Wait for the next connection."""
+        while True:
+            accepting = asyncio.ensure_future(accept(self._sock))
+            try:
+                while not accepting.done() and self._path.exists():
+                    await asyncio.wait([accepting], timeout=_LOOK_EVERY_S)
+                if accepting.done():
+                    return accepting.result()
+            finally:
+                accepting.cancel()
+            await asyncio.wait([accepting])
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                replacement = _listen(self._path)
+            except OSError as error:
+                log.error("%s was removed and cannot be made again: %s", self._path, error)
+                await asyncio.sleep(_LOOK_EVERY_S)
+            else:
+                log.warning("%s was removed; listening there again", self._path)
+                self._sock.close()
+                self._sock = replacement
+
+
+def _listen(path: Path) -> socket.socket:
     path.unlink(missing_ok=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
@@ -393,7 +455,7 @@ def _check_length(path: str | Path) -> None:
 
 
 async def serve(
-    listener: socket.socket,
+    listener: LocalListener,
     body_type: Any,
     session: Callable[[Peer[Any]], Awaitable[None]],
     *,
@@ -416,7 +478,7 @@ async def serve(
     async with asyncio.TaskGroup() as tasks:
         while True:
             await slots.acquire()
-            sock = await accept(listener)
+            sock = await listener.accept()
             ucred = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             pid, uid, _ = _CREDENTIALS.unpack(ucred)
             if uid != os.geteuid():
@@ -430,12 +492,17 @@ async def serve(
 
 
 async def accept(listener: socket.socket) -> socket.socket:
-    """Wait for the next connection, ignoring those aborted while they waited."""
+    """Wait for the next connection, ignoring those aborted while they waited. While the process is
+    short of open files or memory, connections wait."""
     while True:
         try:
             sock, _ = await asyncio.get_running_loop().sock_accept(listener)
         except OSError as error:
-            if error.errno != errno.ECONNABORTED:
+            info = unexpected_error(error)
+            if info.code is Code.RESOURCE_EXHAUSTED:
+                log.error("cannot accept a connection: %s; to fix: %s", error, info.remedy)
+                await asyncio.sleep(_LOOK_EVERY_S)
+            elif error.errno != errno.ECONNABORTED:
                 raise
         else:
             return sock

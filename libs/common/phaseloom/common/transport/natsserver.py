@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES, PREFIX
 from phaseloom.common.process import diewithparent
-from phaseloom.common.process.files import replace_file
+from phaseloom.common.process.files import read_json, replace_file
 from phaseloom.common.transport.connection import MIN_SERVER_VERSION, BusConfig, addresses
 
 MESH_USER = "mesh"
@@ -55,6 +56,10 @@ _ROUTE_USER = "route"
 _PEER_PING_S = 1
 _PEER_PINGS = 2
 """A server considers another one dead after this many unanswered pings."""
+
+
+_WRITE_FAILED = b"Critical write error"
+"""In the log of nats-server 2.15: a stream refuses all further messages until a restart."""
 
 
 class Credentials(msgspec.Struct, frozen=True):
@@ -107,9 +112,11 @@ class EmbeddedServer:
         self._credentials_file = credentials_file or self._directory / "credentials.json"
         earlier = _read_credentials(self._credentials_file)
         self._password, self._tenants = _passwords(earlier, tenants)
-        self._port = -1 if earlier is None else int(earlier.url.rpartition(":")[2])
+        self._port = -1 if earlier is None else _port_of(earlier.url, self._credentials_file)
         self._fsync = fsync
         self._process: asyncio.subprocess.Process | None = None
+        self._log_bytes = 0
+        """Size of the log that `failed_writes` has read."""
 
     async def __aenter__(self) -> EmbeddedServer:
         await self.start()
@@ -128,6 +135,23 @@ class EmbeddedServer:
     def store(self) -> Path:
         """The directory of the server's streams."""
         return self._directory / "store"
+
+    @property
+    def _log(self) -> Path:
+        return self._directory / "nats.log"
+
+    def failed_writes(self) -> list[str]:
+        """Return the lines that the server has logged since the last call about a stream that it
+        can no longer write, until it is restarted. Raises: OSError."""
+        with self._log.open("rb") as file:
+            if file.seek(0, os.SEEK_END) < self._log_bytes:
+                self._log_bytes = 0  # somebody has emptied the log
+            file.seek(self._log_bytes)
+            lines = file.read().splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()  # the server is still writing it
+        self._log_bytes += sum(map(len, lines))
+        return [line.decode(errors="replace").strip() for line in lines if _WRITE_FAILED in line]
 
     @property
     def members(self) -> dict[str, EmbeddedServer]:
@@ -155,7 +179,8 @@ class EmbeddedServer:
         await check_version(binary)
         self._directory.mkdir(parents=True, exist_ok=True)
         replace_file(self._directory / "nats.conf", self._config().encode())
-        with (self._directory / "nats.log").open("ab") as output:
+        with self._log.open("ab") as output:
+            self._log_bytes = output.tell()
             self._process = await asyncio.create_subprocess_exec(
                 *diewithparent.launcher([str(binary), "-c", str(self._directory / "nats.conf")]),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -215,7 +240,7 @@ class EmbeddedServer:
         return port
 
     def _failed(self, event: str) -> ResourceError:
-        log_file = self._directory / "nats.log"
+        log_file = self._log
         last = log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["(no output)"]
         return ResourceError(f"nats-server {event}: {last[0]}", remedy=f"see {log_file}")
 
@@ -470,9 +495,29 @@ def _write_credentials(file: Path, credentials: Credentials) -> None:
 
 def _read_credentials(file: Path) -> Credentials | None:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Credentials)
+        credentials: Credentials = read_json(
+            file,
+            Credentials,
+            "restore the file from a backup, or remove it: the next start makes new passwords, and "
+            "controllers need the new ones",
+        )
     except FileNotFoundError:
         return None
+    _port_of(credentials.url, file)
+    return credentials
+
+
+def _port_of(url: str, file: Path) -> int:
+    """Return the port of the last server. Raises: CallerError: there is none."""
+    port = url.rpartition(":")[2]
+    if not (port.isascii() and port.isdecimal() and len(port) <= 5):
+        raise CallerError(
+            f"{file} is damaged: {url!r} does not end with a port",
+            code=Code.FAILED_PRECONDITION,
+            field=f"{file.name}.url",
+            remedy="restore the file from a backup, or remove it: the next start makes a new one",
+        )
+    return int(port)
 
 
 def _read_port(file: Path) -> int | None:

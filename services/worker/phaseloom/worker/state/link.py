@@ -146,7 +146,8 @@ class StateLink:
             await self._greet(peer)
         except BaseException as error:
             is_for_later = isinstance(error, PhaseloomError) and (
-                error.info.code is Code.UNAVAILABLE  # its agent has not reconnected yet
+                # Its agent has not reconnected yet, or one end is short of open files.
+                error.info.code in (Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED)
                 or (isinstance(error, ResourceError) and peer.closed.done())
             )
             await peer.close()
