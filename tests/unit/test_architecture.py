@@ -247,7 +247,7 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("specs",),
         ("arrays", "codec", "ids", "state_layout"),
         ("agents", "commands", "operations"),
-        ("api", "checks", "continuation", "events", "state_agent", "streaming"),
+        ("api", "checks", "completions", "continuation", "events", "state_agent", "streaming"),
         ("checkpoints", "kinds", "streams"),
         ("state_rank",),
     ],

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from phaseloom.common.contract.arrays import Int32s, pack_float32s, pack_int32s
 from phaseloom.common.contract.codec import JSON, MSGPACK, encode
+from phaseloom.common.contract.completions import decode_outcome
 from phaseloom.common.contract.errors import CallerError, Code, ErrorInfo, PhaseloomError
 from phaseloom.common.contract.events import OperationsQueued
 from phaseloom.common.contract.ids import OperationKey
@@ -22,6 +23,7 @@ from phaseloom.common.contract.operations import (
     AdamParams,
     After,
     Args,
+    Completion,
     Datum,
     Forward,
     ForwardBackward,
@@ -31,6 +33,7 @@ from phaseloom.common.contract.operations import (
     Loss,
     Operation,
     OptimStep,
+    Outcome,
     Prompt,
     PublishWeights,
     SamplingParams,
@@ -421,3 +424,39 @@ def test_as_many_of_the_largest_headers_as_go_together_fit_in_one_message() -> N
     header = replace(validate.queued(key, operation), error=refused.error)
     batch = OperationsQueued([header] * MAX_ITEMS, ["t" * 55] * MAX_ITEMS)
     assert len(encode(batch)) < MAX_PAYLOAD_BYTES
+
+
+# --- headers of large operations -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content_type", [JSON, MSGPACK])
+def test_too_many_prompts_are_counted_before_they_are_decoded(content_type: str) -> None:
+    args = Generate([Prompt([1])] * (validate.MAX_ITEMS + 1), SamplingParams(4))
+    payload = encode(Operation("id", 1, args), content_type)
+    assert not validate.is_small(payload)
+    header = validate.header(KEY, payload, content_type)
+    assert (header.id, header.kind) == ("id", "generate")
+    assert header.error is not None
+    assert f"got {validate.MAX_ITEMS + 1}" in header.error.message
+
+
+def test_header_of_a_valid_operation_has_its_size_and_session() -> None:
+    payload = encode(Operation("id", 7, Generate([Prompt([1])], SamplingParams(4))))
+    assert validate.is_small(payload)
+    header = validate.header(KEY, payload, MSGPACK)
+    assert (header.error, header.num_bytes, header.session) == (None, len(payload), 7)
+
+
+def test_many_items_in_few_bytes_are_not_small() -> None:
+    args = Generate([Prompt([1])] * 1000, SamplingParams(4))
+    assert len(encode(Operation("id", 1, args))) < 16_000
+    assert not validate.is_small(encode(Operation("id", 1, args)))
+
+
+@pytest.mark.parametrize("content_type", [JSON, MSGPACK])
+@pytest.mark.parametrize("num", [1, 10_000])
+def test_large_completions_are_decoded_without_their_results(num: int, content_type: str) -> None:
+    result = GenerateResult([[Sequence([1], [-1.0], "stop")]] * num)
+    completion = Completion("id", Outcome.COMPLETED, result)
+    decoded = decode_outcome(encode(completion, content_type), content_type)
+    assert decoded == (completion if num == 1 else replace(completion, result=None))

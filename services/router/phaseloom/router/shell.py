@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar, TypeVarTuple
 
 import nats.errors
 from msgspec.structs import replace
@@ -42,7 +44,6 @@ from phaseloom.common.contract.codec import JSON, MSGPACK, content_type_of, deco
 from phaseloom.common.contract.errors import (
     CallerError,
     Code,
-    InternalError,
     PhaseloomError,
     ResourceError,
 )
@@ -54,23 +55,27 @@ from phaseloom.common.contract.ids import (
     check_name,
     parse_operation_key,
 )
-from phaseloom.common.contract.operations import Completion
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.observability import metrics, telemetry
 from phaseloom.common.process import lifecycle
+from phaseloom.common.process.workers import WorkerPool
 from phaseloom.common.transport import leases
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.callrates import CallRates
 from phaseloom.common.transport.groupcommit import GroupCommit
 from phaseloom.common.transport.keys import Conflict
 from phaseloom.common.transport.pulling import PullConsumer
-from phaseloom.common.transport.services import serve_api
+from phaseloom.common.transport.services import Encoded, serve_api
+from phaseloom.common.transport.stored import Stored
 from phaseloom.router.admission import Admission
 from phaseloom.router.checkpoints import Checkpoints
 from phaseloom.router.core import results, validate
 from phaseloom.router.core.limits import Limits
 
 log = logging.getLogger(__name__)
+
+Ts = TypeVarTuple("Ts")
+T = TypeVar("T")
 
 SOURCE = "router"
 _OP_PREFIX = f"{streams.PREFIX}.op."
@@ -79,6 +84,8 @@ _EXTEND_S = 1.0
 """How often a replica extends `_ACK_WAIT_S` for the messages that it has not finished. A replica
 that hangs does not, so its messages go to another one."""
 _RETRY_DELAY_S = 0.5
+_DEADLINE_S = 10.0
+"""Processor time of a worker for one payload. The largest valid ones need about 2 s."""
 DEFAULT_SESSION_TTL_S = 15.0
 
 _SEARCH_TIMEOUT_S = 8.0
@@ -168,6 +175,8 @@ class Router:
         self._session_ttl_s = session_ttl_s
         self._unfinished: dict[str, Msg] = {}
         """Messages received and neither acknowledged nor returned, by their reply subject."""
+        self._workers = WorkerPool([validate.__name__, results.__name__])
+        """They decode large payloads."""
         self._queued: GroupCommit[_Queued, int] = GroupCommit(self._append_all)
         self._log_searches: GroupCommit[float, set[OperationKey]] = GroupCommit(self._logged_since)
         """Searches the log once for all operations that are redelivered at the same time."""
@@ -177,7 +186,7 @@ class Router:
         """Route within the context. Leaving it waits for every operation already received."""
         for tenant in tenants:
             self._admission.meter(tenant)  # read its usage before the tenant's first operation
-        async with asyncio.TaskGroup() as group:
+        async with self._workers, asyncio.TaskGroup() as group:
             watches = [
                 group.create_task(self._sessions.watch(), name="sessions"),
                 group.create_task(self._admission.watch(), name="admission"),
@@ -365,15 +374,31 @@ class Router:
 
     async def _header(self, key: OperationKey, message: Msg) -> QueuedOperation:
         content_type = content_type_of(message.headers)
-        try:
-            operation = validate.read(key, message.data, content_type)
-            newest = await self._sessions.newest(key.job_key, operation.session)
-            validate.check_session(operation.session, newest)
-        except (CallerError, validate.SessionOver, InternalError) as error:
-            header = validate.refused(key, message.data, content_type, error.info)
+        if validate.is_small(message.data):
+            header = validate.header(key, message.data, content_type)
         else:
-            header = replace(validate.queued(key, operation), num_bytes=len(message.data))
+            header = await self._header_by_worker(key, message.data, content_type)
+        if header.error is None:
+            newest = await self._sessions.newest(key.job_key, header.session)
+            try:
+                validate.check_session(header.session, newest)
+            except (CallerError, validate.SessionOver) as error:
+                header = validate.with_error(header, error.info)
         return replace(header, content_type=JSON if content_type == JSON else MSGPACK)
+
+    async def _header_by_worker(
+        self, key: OperationKey, payload: bytes, content_type: str
+    ) -> QueuedOperation:
+        run = partial(
+            self._workers.run, deadline_s=_DEADLINE_S, what="the operation", key=key.tenant
+        )
+        try:
+            return await run(validate.header, key, payload, content_type)
+        except CallerError as error:
+            operation_id = ""
+            with suppress(CallerError):  # to scan for the id needs neither much time nor memory
+                operation_id = await run(validate.id_of, payload, content_type)
+            return validate.with_error(QueuedOperation(key, operation_id, ""), error.info)
 
     # --- API ------------------------------------------------------------------------------------
 
@@ -440,16 +465,31 @@ class Router:
         await leases.renew_session(self._bus, job, request.session, self._session_ttl_s)
         return Beat(self._session_ttl_s)
 
-    async def get_result(self, tenant: str, request: ResultRequest) -> ResultReply:
+    async def get_result(self, tenant: str, request: ResultRequest) -> ResultReply | Encoded:
         """Return an operation's completion or, if it is still open, its id."""
         deployment = DeploymentKey(tenant, request.job, request.deployment)
         key = parse_operation_key(f"{deployment}.{request.slot}")
         done = await self._bus.stored.get(streams.DONE, streams.done_subject(key))
         if done is not None:
-            completion: Completion = decode(done.payload, Completion, content_type_of(done.headers))
-            return ResultReply(stored_id=completion.id, completion=completion)
+            return Encoded(partial(self._reply, tenant, done))
         stored = await self._bus.stored.get(streams.ops_stream(tenant), streams.op_subject(key))
         if stored is None:
             return ResultReply()
-        identity = validate.identify(stored.payload, content_type_of(stored.headers))
-        return ResultReply(stored_id=identity.id)
+        payload, content_type = stored.payload, content_type_of(stored.headers)
+        return ResultReply(
+            stored_id=await self._call(tenant, validate.id_of, payload, content_type)
+        )
+
+    async def _reply(self, tenant: str, done: Stored, content_type: str) -> bytes:
+        stored_type = content_type_of(done.headers)
+        return await self._call(tenant, results.reply, done.payload, stored_type, content_type)
+
+    async def _call(
+        self, tenant: str, function: Callable[[bytes, *Ts], T], payload: bytes, *arguments: *Ts
+    ) -> T:
+        """Call a function with a stored payload, in a worker process if the payload is large."""
+        if validate.is_small(payload):
+            return function(payload, *arguments)
+        return await self._workers.run(
+            function, payload, *arguments, deadline_s=_DEADLINE_S, what="the message", key=tenant
+        )

@@ -53,6 +53,8 @@ _ROUNDING = 1e-9
 MAX_SPEC_BYTES = 2**20
 """Maximum size of a job's spec, as MessagePack. Every command that starts a WPG includes a part of
 it."""
+MAX_REQUEST_BYTES = dict.fromkeys(("job.submit", "deployment.create"), 2 * MAX_SPEC_BYTES)
+"""Maximum size of requests with a spec, which needs more bytes in JSON."""
 
 
 def check_job(request: api.SubmitJob) -> None:

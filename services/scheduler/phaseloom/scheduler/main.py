@@ -24,7 +24,8 @@ from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 
 from phaseloom.common.contract import streams
-from phaseloom.common.contract.codec import content_type_of, decode
+from phaseloom.common.contract.codec import content_type_of
+from phaseloom.common.contract.completions import decode_outcome
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import Completion
@@ -38,7 +39,7 @@ from phaseloom.common.transport.leases import Lease, LeaseLost, scheduler_lease_
 from phaseloom.common.transport.retry import ATTEMPT_S, RetryingLog, until_done
 from phaseloom.common.transport.services import serve_api
 from phaseloom.common.transport.serving import service_bus
-from phaseloom.scheduler.api import OutcomeOf, job_api, node_api
+from phaseloom.scheduler.api import MAX_REQUEST_BYTES, OutcomeOf, job_api, node_api
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.policies.registry import check_policies
 from phaseloom.scheduler.core.state.tree import CORE_VERSION
@@ -264,7 +265,14 @@ async def _store_final_snapshot(shell: Shell, sink: BusSink) -> None:
 async def _serve_api(bus: Bus, shell: Shell, rates: CallRates) -> None:
     await shell.caught_up.wait()
     calls = job_api(shell, _outcomes(bus), models_on(bus))
-    service = await serve_api(bus, "scheduler", calls, operators=node_api(shell), rates=rates)
+    service = await serve_api(
+        bus,
+        "scheduler",
+        calls,
+        operators=node_api(shell),
+        rates=rates,
+        max_bytes=MAX_REQUEST_BYTES,
+    )
     log.info("scheduling starts after log sequence number %d", shell.core.state.sequence)
     try:
         await asyncio.get_running_loop().create_future()
@@ -277,8 +285,7 @@ def _outcomes(bus: Bus) -> OutcomeOf:
         stored = await bus.stored.get(streams.DONE, streams.done_subject(key))
         if stored is None:
             return None
-        completion: Completion = decode(stored.payload, Completion, content_type_of(stored.headers))
-        return completion
+        return decode_outcome(stored.payload, content_type_of(stored.headers))
 
     return outcome_of
 

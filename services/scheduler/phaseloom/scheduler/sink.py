@@ -15,7 +15,8 @@ from nats.js.errors import NotFoundError
 from opentelemetry.context import Context
 
 from phaseloom.common.contract import commands, streams
-from phaseloom.common.contract.codec import content_type_of, decode, encode
+from phaseloom.common.contract.codec import content_type_of, encode
+from phaseloom.common.contract.completions import decode_outcome
 from phaseloom.common.contract.events import OperationFinished
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, OperationKey
 from phaseloom.common.contract.kinds import READING_KINDS
@@ -193,7 +194,7 @@ class BusSink:
         )
         completion = proposed
         if stored is not None:
-            completion = decode(stored.payload, Completion, content_type_of(stored.headers))
+            completion = decode_outcome(stored.payload, content_type_of(stored.headers))
         event = OperationFinished(
             key=key,
             kind=kind,

@@ -14,6 +14,7 @@ import warnings
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -45,7 +46,12 @@ from phaseloom.common.contract.errors import (
 )
 from phaseloom.common.contract.ids import NodeId, check_name
 from phaseloom.common.contract.state_agent import StatusReport
-from phaseloom.common.contract.streams import api_subject, node_subject, state_subject
+from phaseloom.common.contract.streams import (
+    MAX_PAYLOAD_BYTES,
+    api_subject,
+    node_subject,
+    state_subject,
+)
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.callrates import CallRates
 from phaseloom.common.transport.natsclient import MeshClient
@@ -54,12 +60,22 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """An answer that the handler encodes itself."""
+
+    encode: Callable[[str], Awaitable[bytes]]
+    """A function content type -> the encoded struct."""
+
+
 ApiHandler = Callable[[str, Any], Awaitable[object]]
-"""A function (tenant, decoded request) -> the struct to answer. It raises PhaseloomError to refuse
-the call."""
+"""A function (tenant, decoded request) -> the struct to answer, or `Encoded`. It raises
+PhaseloomError to refuse the call."""
 
 _TENANT_TOKEN = 3
 _HEADER_CHARS = 200
+MAX_REQUEST_BYTES = 256 * 1024
 MAX_WAITING = 1024
 """Maximum requests of one tenant that wait for one call. One more is refused."""
 _MAX_WAITING_BYTES = 32 * 2**20
@@ -143,6 +159,7 @@ async def serve_api(
     *,
     operators: Mapping[str, tuple[Any, ApiHandler]] | None = None,
     rates: CallRates | None = None,
+    max_bytes: Mapping[str, int] | None = None,
 ) -> ApiService:
     """Serve API calls of all tenants until `stop()` of the returned service.
 
@@ -154,6 +171,8 @@ async def serve_api(
             operators: the same for calls on subjects that no tenant can reach
                 (`pl.v1.node.<call>`). Their handlers get an empty tenant.
             rates: the bound on each tenant's calls; None: no bound.
+            max_bytes: maximum size of the requests of calls that take more than
+                `MAX_REQUEST_BYTES`. Larger requests are refused before they are decoded.
     """
     # nats-py calls utcnow(), which is deprecated since Python 3.12.
     with warnings.catch_warnings():
@@ -171,10 +190,11 @@ async def serve_api(
         await service.add_endpoint(name=name, subject=subject, handler=endpoint.accept)
 
     for call, (kind, handler) in endpoints.items():
-        endpoint = _Endpoint(call, kind, handler, _tenant_of, rates)
+        limit = (max_bytes or {}).get(call, MAX_REQUEST_BYTES)
+        endpoint = _Endpoint(call, kind, handler, _tenant_of, max_bytes=limit, rates=rates)
         await add(call.replace(".", "-"), api_subject("*", call), endpoint)
     for call, (kind, handler) in (operators or {}).items():
-        endpoint = _Endpoint(call, kind, handler, lambda request: "")
+        endpoint = _Endpoint(call, kind, handler, lambda request: "", max_bytes=MAX_PAYLOAD_BYTES)
         await add(f"node-{call}", node_subject(call), endpoint)
     return ApiService(service, queues)
 
@@ -192,10 +212,13 @@ class _Endpoint:
         kind: Any,
         handler: ApiHandler,
         tenant_of: Callable[[Request], str],
+        *,
+        max_bytes: int,
         rates: CallRates | None = None,
     ) -> None:
         self._rates = rates
         self._call = call
+        self._max_bytes = max_bytes
         self._kind = kind
         self._handler = handler
         self._tenant_of = tenant_of
@@ -222,8 +245,12 @@ class _Endpoint:
         call, content_type = self._call, content_type_of(request.headers)
         try:
             tenant = self._tenant_of(request)
+            self._check_size(request)
             answer = await self._handler(tenant, decode(request.data, self._kind, content_type))
-            payload = encode(answer, content_type)
+            if isinstance(answer, Encoded):
+                payload = await answer.encode(content_type)
+            else:
+                payload = encode(answer, content_type)
         except PhaseloomError as error:
             await _refuse(request, error.info, content_type)
         except (nats.errors.Error, JetStreamError) as error:
@@ -236,6 +263,14 @@ class _Endpoint:
             await _refuse(request, InternalError(f"{call} failed").info, content_type)
         else:
             await request.respond(payload, headers={CONTENT_TYPE: content_type})
+
+    def _check_size(self, request: Request) -> None:
+        if len(request.data) > self._max_bytes:
+            raise CallerError(
+                f"a request of {self._call} may have at most {self._max_bytes} bytes, "
+                f"got {len(request.data)}",
+                remedy="send a smaller request",
+            )
 
 
 async def _refuse(request: Request, info: ErrorInfo, content_type: str) -> None:

@@ -6,10 +6,12 @@ from collections.abc import Collection, Iterable
 
 import msgspec
 
-from phaseloom.common.contract.api import JobStatus
+from phaseloom.common.contract.api import JobStatus, ResultReply
+from phaseloom.common.contract.codec import decode, encode
 from phaseloom.common.contract.errors import CallerError, Code, ErrorInfo
 from phaseloom.common.contract.events import QueuedOperation
 from phaseloom.common.contract.ids import JobKey, OperationKey, parse_operation_key
+from phaseloom.common.contract.operations import Completion
 
 _NEVER_PUBLISHED = ErrorInfo(
     Code.ABORTED,
@@ -19,6 +21,15 @@ _NEVER_PUBLISHED = ErrorInfo(
 
 MAX_HOLES = 1024
 """Maximum gaps that an attach fills per deployment. Clients have far fewer operations in flight."""
+
+
+def reply(stored: bytes, stored_type: str, content_type: str) -> bytes:
+    """Encode the answer of `result.get` from the stored completion.
+
+    Args: stored_type, content_type: encodings of the completion and of the answer.
+    """
+    completion: Completion = decode(stored, Completion, stored_type)
+    return encode(ResultReply(stored_id=completion.id, completion=completion), content_type)
 
 
 def check_attachable(status: JobStatus) -> None:
