@@ -18,13 +18,14 @@ from phaseloom import client
 from phaseloom.cli import models
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.common.contract.errors import CallerError, Code
-from phaseloom.common.contract.events import SealCommitted
+from phaseloom.common.contract.events import SealCommitted, WpgLost
 from phaseloom.common.contract.specs import ModelDirectory
 from phaseloom.demo.command import demo
 from tests.integration.test_cli_jobs import shown
 from tests.support.jobs import TENANT, kill_rank, running_mesh, tenant
 from tests.support.node import STEP, lesson
 from tests.support.pretrained import TOKENIZER_FILES, loaded, save_model
+from tests.support.tinymodel import config
 
 pytestmark = pytest.mark.timeout(240)
 NODES = [
@@ -224,3 +225,27 @@ async def test_demo_refuses_an_adapter_without_a_model_or_a_rank(
         await demo(pretrained=pretrained, adapter=adapter, run_dir=tmp_path / "run")
     assert refused.value.info.field == "adapter"
     assert refused.value.info.remedy
+
+
+async def test_config_that_no_rank_can_build_is_refused_at_the_first_start(
+    short_dir: Path,
+) -> None:
+    """It ended as INTERNAL after five starts."""
+    refusals: list[tuple[str, dict[str, Any], str, int]] = [
+        ("large", {"vocab_size": 2**62}, "spec.deployments[0].model.config.vocab_size", 0),
+        ("unknown", {"hidden_act": "no such"}, "model.config", 1),
+        ("padding", {"pad_token_id": 10**6}, "model.config", 2),
+    ]
+    async with (
+        running_mesh(MeshConfig(nodes=NODES), short_dir) as (mesh, log),
+        tenant(mesh) as connection,
+    ):
+        for name, changes, field, num_failures in refusals:
+            model = client.ModelSpec(config(**changes))
+            with pytest.raises(CallerError) as refused:
+                await connection.submit_job(name, [replace(specs()[1], model=model)])
+            assert refused.value.info.code is Code.INVALID_ARGUMENT
+            assert refused.value.info.field == field
+            losses = [event for event in log.events if isinstance(event, WpgLost)]
+            codes = [loss.error.code for loss in losses]
+            assert codes.count(Code.INVALID_ARGUMENT) == num_failures

@@ -243,7 +243,7 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
     ],
     "phaseloom.common.contract": [
         ("errors", "modelconfig"),
-        ("tenantlimits",),
+        ("configcheck", "tenantlimits"),
         ("specs",),
         ("arrays", "codec", "ids", "state_layout"),
         ("agents", "commands", "operations"),

@@ -12,7 +12,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from phaseloom.common.contract import api, events
+from phaseloom.common.contract.checks import check_range
 from phaseloom.common.contract.codec import encode
+from phaseloom.common.contract.configcheck import check_config
 from phaseloom.common.contract.errors import CallerError, Code, session_superseded, to_exception
 from phaseloom.common.contract.ids import (
     DeploymentKey,
@@ -37,18 +39,10 @@ from phaseloom.scheduler.shell import Shell
 OutcomeOf = Callable[[OperationKey], Awaitable[Completion | None]]
 """Look up the stored outcome of an operation. None: none is stored."""
 
-MAX_CONFIG_DEPTH = 32
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
-"""Keys of a model's config that must be at least 1 if present."""
+_MAX_RANKS = 4096
+_MAX_SEGMENTS = 1024
+_MAX_ADAPTERS = 1024
+_MAX_BYTES = 2**50
 _ROUNDING = 1e-9
 MAX_SPEC_BYTES = 2**20
 """Maximum size of a job's spec, as MessagePack. Every command that starts a WPG includes a part of
@@ -109,6 +103,8 @@ def _check_cycle(cycle: Cycle, pools: set[str]) -> None:
             field="spec.cycle.num_optim_steps",
             remedy="count the optimizer steps of all deployments in one iteration",
         )
+    field = "spec.cycle.segments"
+    check_range(len(cycle.segments), 0, _MAX_SEGMENTS, field, "segments")
     if not cycle.segments:
         raise CallerError(
             "a cycle needs at least one segment",
@@ -199,63 +195,26 @@ def _check_deployment(spec: DeploymentSpec, field: str) -> None:
     check_name(spec.backend, f"{field}.backend")
     _check_layout(spec, f"{field}.layout")
     _check_nodes(spec, f"{field}.num_nodes")
-    if spec.host_bytes < 0:
-        raise CallerError(
-            f"host_bytes must be at least 0, got {spec.host_bytes}",
-            field=f"{field}.host_bytes",
-            remedy="give the host memory that it needs on each node, or 0 if that is unknown",
-        )
-    if spec.scratch_bytes < 0:
-        raise CallerError(
-            f"scratch_bytes must be at least 0, got {spec.scratch_bytes}",
-            field=f"{field}.scratch_bytes",
-            remedy="give the size of its KV cache, or 0 for the backend's choice",
-        )
+    for name, remedy in (
+        ("host_bytes", "give the host memory that it needs on each node, or 0 if unknown"),
+        ("scratch_bytes", "give the size of its KV cache, or 0 for the backend's choice"),
+    ):
+        num_bytes = getattr(spec, name)
+        if not 0 <= num_bytes <= _MAX_BYTES:
+            raise CallerError(
+                f"{name} must be from 0 to {_MAX_BYTES}, got {num_bytes}",
+                field=f"{field}.{name}",
+                remedy=remedy,
+            )
     if not 0 <= spec.tail_share < 1:
         raise CallerError(
             f"tail_share must be at least 0 and less than 1, got {spec.tail_share}",
             field=f"{field}.tail_share",
             remedy="give the share of a call's samples at which to gather its tail, or 0 for never",
         )
-    _check_depth(spec.model.config, f"{field}.model.config")
-    _check_sizes(spec.model.config, f"{field}.model.config")
-
-
-def _check_sizes(config: dict[str, Any], field: str) -> None:
-    """Refuse a model with a size below 1. Runtimes would fail on it with obscure errors."""
-    for name in _SIZES:
-        value = config.get(name)
-        if isinstance(value, int) and value < 1:
-            raise CallerError(
-                f"{name} must be at least 1, got {value}",
-                field=f"{field}.{name}",
-                remedy="use 1 or more",
-            )
-    heads, kv_heads = (config.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
-    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
-        raise CallerError(
-            f"{kv_heads} key-value heads cannot be shared evenly by {heads} attention heads",
-            field=f"{field}.num_key_value_heads",
-            remedy="use a divisor of num_attention_heads",
-        )
-
-
-def _check_depth(config: dict[str, Any], field: str) -> None:
-    """Refuse a config nested so deeply that decoding the log might fail."""
-    level: list[Any] = [config]
-    for _ in range(MAX_CONFIG_DEPTH):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-    if level:
-        raise CallerError(
-            f"the config is nested more than {MAX_CONFIG_DEPTH} levels deep",
-            field=field,
-            remedy="give the config as returned by `config.to_dict()`",
-        )
+    check_range(spec.max_adapters, 0, _MAX_ADAPTERS, f"{field}.max_adapters", "adapters")
+    is_drawn = not spec.model.registered
+    check_config(spec.model.config, f"{field}.model.config", is_drawn=is_drawn)
 
 
 def _encoded_bytes(spec: JobSpec) -> int:
@@ -276,6 +235,7 @@ def _check_layout(spec: DeploymentSpec, field: str) -> None:
                 field=f"{field}.{axis}",
                 remedy="use 1 if the model is not split along this axis",
             )
+    check_range(layout.num_ranks, 1, _MAX_RANKS, field, "ranks")
 
 
 def _check_nodes(spec: DeploymentSpec, field: str) -> None:

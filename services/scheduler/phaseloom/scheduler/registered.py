@@ -21,6 +21,8 @@ from phaseloom.common.transport.bus import Bus
 ModelOf = Callable[[str], Awaitable[RegisteredModel | None]]
 """Look up a registered model by name. None: there is none."""
 
+_MAX_RANK = 2**14
+_MAX_TARGETS = 64
 _DTYPE = ("dtype", "torch_dtype")
 """Keys for the dtype of the model's files. Ranks may use another."""
 
@@ -97,11 +99,11 @@ def _check_adapter(model: ModelSpec, field: str) -> None:
             field=f"{field}.adapter",
             remedy="name a registered model, or omit the adapter",
         )
-    if adapter.rank < 1:
+    if not 1 <= adapter.rank <= _MAX_RANK:
         raise CallerError(
-            f"rank must be at least 1, got {adapter.rank}",
+            f"rank must be from 1 to {_MAX_RANK}, got {adapter.rank}",
             field=f"{field}.adapter.rank",
-            remedy="use 1 or more, or omit the adapter to train all weights",
+            remedy="use a rank in this range, or omit the adapter to train all weights",
         )
     if not (math.isfinite(adapter.alpha) and adapter.alpha > 0):
         raise CallerError(
@@ -109,9 +111,10 @@ def _check_adapter(model: ModelSpec, field: str) -> None:
             field=f"{field}.adapter.alpha",
             remedy="use the rank or twice the rank, for example",
         )
-    if not adapter.targets or len({*adapter.targets}) < len(adapter.targets):
+    is_repeated = len({*adapter.targets}) < len(adapter.targets)
+    if not 1 <= len(adapter.targets) <= _MAX_TARGETS or is_repeated:
         raise CallerError(
-            "targets must name at least one layer, and each layer once",
+            f"targets must name 1 to {_MAX_TARGETS} layers, and each layer once",
             field=f"{field}.adapter.targets",
             remedy="name linear layers by the last part of their names, for example q_proj",
         )

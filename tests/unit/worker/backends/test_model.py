@@ -54,7 +54,7 @@ def test_parameter_shapes_count_tied_parameters_once() -> None:
         ({"dtype": "float16"}, "model.config.dtype"),
         ({"layer_types": ["chunked_attention"] * 2}, "model.config.layer_types"),
         ({"rope_parameters": LONGROPE}, "model.config.rope_parameters"),
-        ({"num_hidden_layers": "two"}, "model.config"),
+        ({"num_hidden_layers": "two"}, "model.config.num_hidden_layers"),
         ({"hidden_act": "no such"}, "model.config"),
     ],
 )

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
+from phaseloom.common.contract.configcheck import check_config, check_num_parameters
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.specs import ModelDirectory, ModelFile, RegisteredModel
@@ -39,6 +40,10 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 MODEL_STEM = "model"
 SUFFIX = ".safetensors"
+MAX_CONFIG_BYTES = 2**19
+"""A job's spec includes the config, and has at most 1 MiB."""
+MAX_COMPANION_BYTES = 2**27
+"""Largest tokenizer or other small file. The largest known tokenizer.json has 33 MB."""
 _COMPANIONS = (
     *(GENERATION_FILE, "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "chat_template*", "*.model", "*.tiktoken"),
@@ -192,11 +197,34 @@ def _read_directory(directory: Path) -> tuple[dict[str, Any], WeightFiles, list[
             remedy="pass a directory with config.json and model*.safetensors",
         )
     with _readable():
-        config: dict[str, Any] = _decoded(directory / CONFIG_FILE, dict[str, Any])
+        config: dict[str, Any] = _decoded(directory / CONFIG_FILE, dict[str, Any], MAX_CONFIG_BYTES)
+        check_config(config, CONFIG_FILE, is_drawn=False)
+        for path in directory.iterdir():
+            if is_companion(path.name) and path.is_file():
+                _check_file_size(path, MAX_COMPANION_BYTES)
         if (directory / GENERATION_FILE).is_file():
-            _decoded(directory / GENERATION_FILE, GenerationFile)
+            _decoded(directory / GENERATION_FILE, GenerationFile, MAX_COMPANION_BYTES)
         weights, entries = _weights(directory)
+    if not config.get("quantization_config"):
+        # Quantised files pack several parameters into an element.
+        num_parameters = sum(prod(entry.shape) for entry in entries)
+        check_num_parameters(config, num_parameters, "the files have", CONFIG_FILE)
     return config, weights, entries
+
+
+def _read_bounded(path: Path, max_bytes: int = MAX_COMPANION_BYTES) -> bytes:
+    _check_file_size(path, max_bytes)
+    return path.read_bytes()
+
+
+def _check_file_size(path: Path, limit: int) -> None:
+    num_bytes = path.stat().st_size
+    if num_bytes > limit:
+        raise CallerError(
+            f"{path.name} must have at most {limit} bytes, got {num_bytes}",
+            field=path.name,
+            remedy="download or save the model's files again",
+        )
 
 
 @contextmanager
@@ -224,7 +252,7 @@ def _weights(directory: Path) -> tuple[WeightFiles, list[TensorEntry]]:
     index = directory / index_name(MODEL_STEM)
     try:
         files = model_weights(
-            lambda name: (directory / name).is_file(), lambda name: (directory / name).read_bytes()
+            lambda name: (directory / name).is_file(), lambda name: _read_bounded(directory / name)
         )
         if files is None:
             raise FileNotFoundError(None, None, str(index))
@@ -244,10 +272,10 @@ def _entries(path: Path) -> list[TensorEntry]:
         raise _invalid(path, str(error)) from None
 
 
-def _decoded(path: Path, kind: Any) -> Any:
+def _decoded(path: Path, kind: Any, max_bytes: int) -> Any:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except msgspec.DecodeError as error:
+        return msgspec.json.decode(_read_bounded(path, max_bytes), type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise _invalid(path, str(error)) from None
 
 

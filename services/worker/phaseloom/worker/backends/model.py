@@ -11,20 +11,21 @@ from __future__ import annotations
 import ctypes
 import gc
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.modelconfig import context_tokens
 from phaseloom.common.contract.specs import ModelSpec
 from phaseloom.common.contract.state_layout import TensorSlot, host_start
+from phaseloom.common.process import machine
 from phaseloom.worker.backends.architectures import (
     attention_kernel,
     check_attention,
@@ -51,10 +52,11 @@ def model_config(spec: ModelSpec) -> PreTrainedConfig:
     weights_dtype(spec)
     try:
         config = AutoConfig.for_model(model_type, **values)
-    except (StrictDataclassError, ValueError, TypeError) as error:
+    except Exception as error:  # only the config decides what it raises
+        name = re.search(r"field '(\w+)'", str(error))
         raise CallerError(
-            f"the model config is invalid: {error}",
-            field="model.config",
+            f"the model config is invalid: {type(error).__name__}: {error}",
+            field=f"model.config.{name[1]}" if name else "model.config",
             remedy="correct the value",
         ) from error
     check_attention(config)
@@ -99,15 +101,39 @@ def _from_config(config: PreTrainedConfig) -> PreTrainedModel:
         model = factory.from_config(
             config, attn_implementation=attention_kernel(config), dtype=torch.float32
         )
-    except (ValueError, KeyError) as error:
+    except Exception as error:
+        if isinstance(error, MemoryError) or "allocate" in str(error):
+            raise ResourceError(
+                f"there is not enough memory for the model: {error}",
+                code=Code.RESOURCE_EXHAUSTED,
+                field="model.config",
+                remedy="use a smaller model, or a machine with more memory",
+            ) from error
+        # Otherwise only the config decides, so another start would fail in the same way.
         raise CallerError(
-            f"transformers cannot build a causal language model from this config: {error}",
+            "transformers cannot build a causal language model from this config: "
+            f"{type(error).__name__}: {error}",
             field="model.config",
             remedy="pass the `config.to_dict()` of a causal language model",
         ) from error
     separate_lengths(model)
     # Never train(): dropout would draw from the global generator.
     return model.eval()  # type: ignore[no-any-return]
+
+
+def _check_memory(config: PreTrainedConfig) -> None:
+    """Refuse a model whose weights this machine cannot draw, before anything is allocated."""
+    with torch.device("meta"):
+        parameters = _from_config(config).parameters()
+    num_bytes = sum(4 * parameter.numel() for parameter in parameters)
+    if num_bytes > machine.memory_bytes():
+        raise ResourceError(
+            f"drawing the model's weights needs {num_bytes} bytes; this machine has "
+            f"{machine.memory_bytes()}",
+            code=Code.RESOURCE_EXHAUSTED,
+            field="model.config",
+            remedy="use smaller sizes in the config, or a machine with more memory",
+        )
 
 
 def build_model(spec: ModelSpec) -> PreTrainedModel:
@@ -125,6 +151,7 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
         if spec.adapter is not None:
             adapt(model, spec.adapter)
         return model
+    _check_memory(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.init_seed)
         return _from_config(config)
