@@ -28,6 +28,7 @@ from phaseloom.common.contract.api import (
     Usage,
     UsageRequest,
 )
+from phaseloom.common.contract.arrays import pack_int32s
 from phaseloom.common.contract.codec import CONTENT_TYPE, JSON, MSGPACK, decode, encode
 from phaseloom.common.contract.errors import CallerError, Code, ErrorInfo, ResourceError
 from phaseloom.common.contract.events import (
@@ -52,6 +53,7 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.process import lifecycle
+from phaseloom.common.transport import pulling
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import connect
 from phaseloom.common.transport.leases import session_lease_key
@@ -604,6 +606,31 @@ async def test_tenant_cannot_publish_or_ask_as_another(bus: Bus, tenant: Client)
             timeout_s=0.3,
         )
     assert await bus.stored.subjects(streams.ops_stream("globex"), f"{streams.PREFIX}.op.>") == []
+
+
+@pytest.mark.parametrize(
+    ("number", "num_tokens", "num_before"),
+    [(500, 1, 2 * pulling.WINDOW), (40, 250_000, 2 * pulling.WINDOW_BYTES // 1_000_000)],
+    ids=["many", "large"],
+)
+async def test_backlog_of_one_tenant_leaves_few_of_its_operations_before_anothers(
+    bus: Bus,
+    tenant: Client,
+    number: int,
+    num_tokens: int,
+    num_before: int,
+) -> None:
+    await bus.keys.put(Bucket.SESSIONS, str(JOB), b"1")
+    await bus.keys.put(Bucket.SESSIONS, str(JobKey("globex", "sums")), b"1")
+    prompt = Prompt(pack_int32s([1] * num_tokens))
+    operation = Operation("id", 1, Generate([prompt], SamplingParams(max_tokens=5)))
+    for seq in range(1, number + 1):
+        await send(tenant, key(seq), operation)
+    other = key(1, tenant="globex")
+    await bus.publish(streams.op_subject(other), Operation("id", 1, PublishWeights()))
+    async with Router(bus).running([TENANT, "globex"]):
+        logged = [entry.key for entry in await queued(bus, number + 1)]
+    assert logged.index(other) <= num_before
 
 
 async def test_calls_of_one_tenant_wait_for_no_calls_of_another(
