@@ -23,6 +23,7 @@ from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import (
     ActivationRefused,
     CancelRequested,
+    DrainRequested,
     JobFinished,
     JobSubmitted,
     NodeLost,
@@ -38,7 +39,7 @@ from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import JobSpec, SchedulerConfig
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.state import outputs
-from phaseloom.scheduler.core.state.outputs import Answer
+from phaseloom.scheduler.core.state.outputs import Answer, PutView
 from phaseloom.scheduler.core.state.transitions import JobState, OpState, WpgState
 from tests.support.world import CONFIG, TENANT, World, deployment, node_up, spec
 
@@ -754,6 +755,22 @@ def test_more_open_operations_than_allowed_are_refused_with_a_time_to_retry() ->
     world.queue("a", "policy", 1, STEP, error=BAD)
     world.run()
     assert world.done["t.a.policy.3"] is COMPLETED
+
+
+def test_views_do_not_grow_with_the_open_operations_and_draining_publishes_few() -> None:
+    world = ready()
+    num_operations = 50
+    for seq in range(1, num_operations + 1):
+        world.feed(world.queue("a", "policy", seq, STEP))
+    world.drop(lambda event: isinstance(event, QueuedOperation))
+    num_before = len(outputs_of(world, PutView))
+    world.feed(DrainRequested(A, "drain"))
+    world.run()
+    assert len(world.done) == num_operations
+    views = [view.status for view in outputs_of(world, PutView)[num_before:]]
+    assert (views[0].state, views[-1].state) == (JobState.DRAINING, JobState.DONE)
+    assert len(views) < num_operations / 2
+    assert not any(d.open_operations for view in views for d in view.deployments)
 
 
 def test_versions_that_were_released_while_their_node_was_away_are_released_again() -> None:

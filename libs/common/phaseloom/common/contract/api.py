@@ -60,7 +60,7 @@ class DeploymentStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     next_seq: int
     """The lowest seq without an outcome. From `session.attach`: the next seq to use."""
     open_operations: list[str] = []
-    """Slots of the operations without an outcome."""
+    """Slots of the operations without an outcome. Empty in the bucket `view`."""
     error: ErrorInfo | None = None
     moving: str = ""
     """For people: the nodes that the deployment is moving to and what the move waits for. Empty: it

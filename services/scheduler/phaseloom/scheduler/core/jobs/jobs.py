@@ -192,9 +192,9 @@ def review(step: Step, name: str) -> None:
 
 
 def publish_status(step: Step, name: str) -> None:
-    """Publish the status of a job."""
+    """Publish the status of a job, without its open operations, which may be thousands."""
     job = step.state.jobs[name]
-    step.emit(outputs.PutView(job.key, status(step, job)))
+    step.emit(outputs.PutView(job.key, status(step, job, lists_operations=False)))
 
 
 def finish(step: Step, event: events.JobFinished) -> None:
@@ -218,7 +218,7 @@ def drain(step: Step, event: events.DrainRequested) -> None:
 def _end_drained(step: Step, job: Job) -> None:
     if job.state is not JobState.DRAINING:
         return
-    if not any(_open_ops(deployment) for deployment in step.deployments_of(job)):
+    if not any(deployment.queue.has_open for deployment in step.deployments_of(job)):
         job.failed(None)
         _end(step, job, JobEvent.FINISHED, "it was drained")
 
@@ -357,7 +357,7 @@ def _end(step: Step, job: Job, event: JobEvent, reason: str) -> None:
     assignment.release(step, job)
 
 
-def status(step: Step, job: Job) -> JobStatus:
+def status(step: Step, job: Job, *, lists_operations: bool = True) -> JobStatus:
     return JobStatus(
         job=job.key.job,
         state=job.state,
@@ -370,10 +370,7 @@ def status(step: Step, job: Job) -> JobStatus:
                 state=d.wpg.state,
                 incarnation=d.wpg.incarnation,
                 next_seq=d.queue.next_seq,
-                open_operations=[
-                    str(s) for s in sorted(d.queue.operations) if not d.queue.is_done(s)
-                ]
-                + sorted(d.queue.unordered),
+                open_operations=d.queue.open_slots if lists_operations else [],
                 error=d.wpg.error,
                 moving=moves.describe(d),
             )

@@ -307,7 +307,8 @@ def remove_ended(step: Step, deployment: Deployment, op: Op, completed: bool) ->
     seq = op.key.seq
     job = step.job_of(deployment)
     if job.state is JobState.DRAINING:
-        step.job_changed(str(job.key))  # this may have been its last open operation
+        # This may have been its last open operation.
+        step.follow_up(FollowUp.REVIEW_JOB, deployment.job_name)
     if op.expires_s:
         step.state.pop_timer(_expiry_timer(op.key))
     if op.has_snapshot and seq is not None and deployment.move.relocation is not None:

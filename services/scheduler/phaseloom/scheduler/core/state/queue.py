@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 
 import msgspec
 
@@ -52,6 +53,18 @@ class OperationQueue(msgspec.Struct):
     def every(self) -> list[Op]:
         """All operations: the ordered ones, then the unordered ones."""
         return [*self.operations.values(), *self.unordered.values()]
+
+    @property
+    def has_open(self) -> bool:
+        """Whether any operation has no outcome."""
+        ops = itertools.chain(self.operations.values(), self.unordered.values())
+        return any(not op.has_ended for op in ops)
+
+    @property
+    def open_slots(self) -> list[str]:
+        """Slots of the operations without an outcome: the ordered ones, then the unordered ones."""
+        ordered = [str(seq) for seq in sorted(self.operations) if not self.is_done(seq)]
+        return ordered + sorted(self.unordered)
 
     # --- changed by operations, outcomes and gradients -------------------------------------------
 
