@@ -14,8 +14,10 @@ import openai
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
+from transformers import PreTrainedTokenizerFast
 
 from phaseloom import client
+from tests.support.bytetokens import llama
 from tests.support.directories import short_directory
 from tests.support.gateway import Served, serving
 from tests.support.jobs import TENANT, tenant
@@ -32,7 +34,9 @@ async def served() -> AsyncIterator[Served]:
     with short_directory() as directory:
         sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 4096}
         large = await asyncio.to_thread(save_model, directory / "large-model", **sizes)
-        async with serving(directory, session_s=2.0, large=large) as running:
+        words = await asyncio.to_thread(save_model, directory / "words-model")
+        llama().save(str(words / "tokenizer.json"))
+        async with serving(directory, session_s=2.0, large=large, words=words) as running:
             yield running
 
 
@@ -63,7 +67,11 @@ async def test_completions_are_what_the_mesh_draws(served: Served) -> None:
             0
         ]
 
-        assert sorted(each.id for each in (await api.models.list()).data) == ["large", "tiny"]
+        assert sorted(each.id for each in (await api.models.list()).data) == [
+            "large",
+            "tiny",
+            "words",
+        ]
         common: dict[str, Any] = {"model": "tiny", "max_tokens": 6, "temperature": 0.8}
         common |= {"n": 2, "seed": 11}
         extra = {**IDS, "top_k": 5}
@@ -129,6 +137,34 @@ async def test_completions_are_what_the_mesh_draws(served: Served) -> None:
             extra_body={**IDS, "stop_token_ids": list(range(29))},
         )
         assert (len(stopped.choices[0].token_ids), stopped.choices[0].finish_reason) == (1, "stop")
+
+
+async def test_text_and_stop_strings_are_those_of_transformers(served: Served) -> None:
+    """The decoder drops a leading space, tokens are parts of characters, and others have no
+    text."""
+    factory: Any = PreTrainedTokenizerFast
+    theirs = factory(tokenizer_object=llama())
+    async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key()) as api:
+        common: dict[str, Any] = {"model": "words", "prompt": "a", "seed": 2, "max_tokens": 24}
+
+        def text_of(tokens: list[int]) -> str:
+            before = theirs.decode(prompt, skip_special_tokens=True)
+            text = theirs.decode([*prompt, *tokens], skip_special_tokens=True)
+            return str(text[len(before) :])
+
+        whole: Any = (await api.completions.create(extra_body=IDS, **common)).choices[0]
+        prompt, tokens = whole.prompt_token_ids, whole.token_ids
+        assert prompt == theirs("a")["input_ids"]
+        assert whole.text == text_of(tokens)
+        starts = [i for i in range(1, len(whole.text) - 3) if "\ufffd" not in whole.text[i : i + 3]]
+        assert starts
+        for stop in {whole.text[i : i + 3] for i in starts[::2]}:
+            answer: Any = await api.completions.create(stop=["zz", stop], extra_body=IDS, **common)
+            stopped = answer.choices[0]
+            lengths = range(1, len(tokens) + 1)
+            length = next(n for n in lengths if stop in text_of(tokens[:n]))
+            assert stopped.token_ids == tokens[:length]
+            assert (stopped.text, stopped.finish_reason) == (whole.text.split(stop)[0], "stop")
 
 
 async def test_streamed_logprobs_and_stop_strings_are_those_of_the_whole_answer(

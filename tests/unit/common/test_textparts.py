@@ -12,45 +12,21 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from phaseloom.common.text.codec import TextCodec
 from phaseloom.common.text.files import read_tokenizer
 from phaseloom.common.text.parts import StopText, TextOfTokens, TextParts
-from tests.support.bytetokens import tokenizer
+from tests.support.bytetokens import WORDS, llama, pieces, tokenizer
 
 BYTES = [bytes([byte]) for byte in "aé中😀 ".encode()] + [b"ab", b"\xc3", b"ba", b"aba", b"\xff"]
 SPECIAL = ["<s>", "</s>"]
 STOPS = [[], ["aba"], ["é"], ["中a", "ab"], ["a", "aa"], ["b中😀", "ba ba"], [" a"], [".", "b ."]]
 
 
-def pieces(*words: str) -> dict[str, int]:
-    return {word: i for i, word in enumerate(words)}
-
-
-FALLBACK = [f"<0x{byte:02X}>" for byte in "é中a".encode()]
-WORDS = ["▁", "▁a", "a", "ab", "▁ab", "▁b", "ba", "."]
-
-
 def byte_level() -> Tokenizer:
     return tokenizer(list(dict.fromkeys(BYTES)))
-
-
-def llama() -> Tokenizer:
-    made = Tokenizer(models.BPE(pieces(*FALLBACK, *WORDS), [], byte_fallback=True))
-    made.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    made.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return made
 
 
 def metaspace(scheme: Any) -> Callable[[], Tokenizer]:

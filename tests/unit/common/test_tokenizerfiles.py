@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from phaseloom.common.text import files
 from phaseloom.common.text.codec import TextCodec, clean_up
 from phaseloom.common.text.files import TokenizerFacts, read_tokenizer
-from tests.support.bytetokens import tokenizer
-from tests.unit.common.test_textparts import llama, word_piece
+from tests.support.bytetokens import llama, tokenizer
+from tests.unit.common.test_textparts import word_piece
 
 SPECIAL = ["<s>", "</s>", "<pad>"]
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}

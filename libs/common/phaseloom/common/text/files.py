@@ -73,5 +73,5 @@ if __name__ == "__main__":
     try:
         facts = read_tokenizer(Path(sys.argv[1]))
     except Exception as problem:  # the parent reports it
-        sys.exit(f"{problem!r}")
+        sys.exit(f"{type(problem).__name__}: {problem}")
     sys.stdout.buffer.write(msgspec.json.encode(facts))
