@@ -69,7 +69,7 @@ export OMP_NUM_THREADS = 1
 # Where it is set, each of the processes that a test starts would compile all our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-spatial bench-tails bench-scale bench-servers loadtest chaos powercuts console gpu-check simulate clean
+.PHONY: help demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-spatial bench-tails bench-scale bench-servers loadtest chaos hostile powercuts console gpu-check simulate clean
 
 ## help: say what there is to make; also where nothing is named
 help:
@@ -186,6 +186,11 @@ loadtest: $(VENV)/.test
 ##   vLLM with ARGS="--vllm .venv-vllm/bin/python", training with "--megatron .venv-megatron/bin/python"
 chaos: $(VENV)/.test
 	$(BIN)/python -m loadtest chaos $(ARGS)
+
+## hostile: one tenant floods, or a process is starved, while another tenant works; takes 40 minutes;
+##   ARGS="--rounds 1 --floods bulk_generate,large_json" for less
+hostile: $(VENV)/.test
+	$(BIN)/python -m loadtest hostile $(ARGS)
 
 ## bench-servers: three NATS servers beside one, and how long a job stands still when one is lost
 bench-servers: $(VENV)/.test

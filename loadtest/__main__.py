@@ -34,6 +34,7 @@ from loadtest import (
     state_bench,
     tailbench,
 )
+from loadtest.hostile import run as hostile
 from loadtest.papers.command import simulate
 from loadtest.records import LATEST, Record, describe, record, write
 from loadtest.stage_predictions import stage_predictions
@@ -359,6 +360,36 @@ def chaos_test(
     console.print(table)
     if report.stuck:
         console.print(f"[bold red]STUCK[/] {report.stuck}")
+    return int(report.has_failed)
+
+
+@app.command(name="hostile")
+def hostile_test(
+    *,
+    rounds: int = 3,
+    floods: str = "",
+    faults: bool = True,
+    file: Path = _RUNS / "hostile.json",
+) -> int:
+    """Flood a mesh as one tenant, and starve its processes, while another tenant works.
+
+    The exit code is 1 where an aim is missed or a job ends with other weights.
+
+    Parameters
+    ----------
+    rounds
+        How often the floods take turns.
+    floods
+        Names of the floods to send, with commas between them; empty: all.
+    faults
+        Starve and stop processes too.
+    file
+        Where the report is written.
+    """
+    console = Console(highlight=False)
+    settings = hostile.Settings(rounds, floods.split(",") if floods else [], faults)
+    report = write(uvloop.run(hostile.run(settings, _work_directory(file), console.print)), file)
+    console.print(publishing.hostile_table(report))
     return int(report.has_failed)
 
 

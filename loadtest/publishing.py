@@ -19,6 +19,7 @@ from loadtest.chaos import ChaosReport
 from loadtest.deltasync import DeltaReport, Run, middle
 from loadtest.gatewaybench import GatewayReport
 from loadtest.hiding import HidingReport
+from loadtest.hostile.run import HostileReport
 from loadtest.load import LoadReport
 from loadtest.offpolicy import QUARTERS, OffPolicyReport
 from loadtest.papers.scenarios import SCENARIOS
@@ -171,6 +172,35 @@ def chaos_table(report: ChaosReport) -> str:
     )
     table = _table(report.machine, ("killed", "kills", "recovery, median", "longest"), rows)
     return f"{told}\n\n{table}"
+
+
+def hostile_table(report: HostileReport) -> str:
+    floods = [
+        (
+            row.flood.replace("_", " "),
+            *(f"{1e3 * value:.0f} ms" for value in (row.idle_p99_s, row.p99_s, row.longest_s)),
+            f"{row.accepted:,}",
+            f"{row.failed} / {row.restarts}",
+            f"{row.peak_bytes / _MEGABYTE:,.0f} MiB",
+            f"{row.growth - 1:+.0%}",
+            "yes" if row.reaches else "**no**",
+        )
+        for row in report.floods
+    ]
+    columns = ("flood", "p99 idle", "p99", "longest", "accepted", "failed / restarts", "peak")
+    faults = [
+        (
+            row.fault,
+            f"{row.longest_s:.1f} s",
+            f"{row.recovery_s:.1f} s",
+            ", ".join(sorted(set(row.notices))) or "none",
+            "yes" if row.is_same else "**no**",
+        )
+        for row in report.faults
+    ]
+    named = ("fault", "longest step", "recovery", "notices", "same weights")
+    flooded = _table(report.machine, (*columns, "when repeated", "within aims"), floods)
+    return f"{flooded}\n\n{_table(report.machine, named, faults)}" if faults else flooded
 
 
 def power_cuts_table(report: PowerCutsReport) -> str:
@@ -425,6 +455,7 @@ PUBLISHED: dict[str, tuple[str, str, Any, Callable[[Any], str]]] = {
     "load": ("load.json", "measured/performance.md", LoadReport, load_table),
     "peers": ("peers.json", "measured/performance.md", PeerReport, peers_table),
     "chaos": ("chaos.json", "measured/recovery.md", ChaosReport, chaos_table),
+    "hostile": ("hostile.json", "measured/recovery.md", HostileReport, hostile_table),
     "powercuts": ("powercuts.json", "measured/recovery.md", PowerCutsReport, power_cuts_table),
     "state": ("state.json", "measured/state.md", Records, bench_table),
     "delta": ("delta.json", "measured/state.md", DeltaReport, delta_table),

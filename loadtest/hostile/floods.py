@@ -178,6 +178,18 @@ async def large_json(flooder: Flooder, number: int = 60) -> int:
     return await flooder.publish(itertools.repeat(payload, number), flooder.next_seq, JSON)
 
 
+async def many_prompts(flooder: Flooder, number: int = 40) -> int:
+    """Operations of maximum size that hold as many prompts as fit, which are refused."""
+    operation = encode(Operation("many", flooder.session, Generate([], _SAMPLING)))
+    prompt = encode(Prompt([1]))
+    count = (MAX_PAYLOAD_BYTES - 4096) // len(prompt)
+    before, empty_list, after = operation.partition(b"prompts\x90")
+    assert empty_list, "a generate without prompts holds an empty array"
+    header = empty_list[:-1] + b"\xdd" + count.to_bytes(4, "big")
+    payload = before + header + prompt * count + after
+    return await flooder.publish(itertools.repeat(payload, number), flooder.next_seq)
+
+
 async def list_checkpoints(flooder: Flooder) -> int:
     """Calls that request something of every node."""
     return await flooder.call(
@@ -201,6 +213,7 @@ FLOODS: dict[str, Callable[[Flooder], Awaitable[int]]] = {
     "bulk_generate": bulk_generate,
     "behind_a_gap": behind_a_gap,
     "large_json": large_json,
+    "many_prompts": many_prompts,
     "list_checkpoints": list_checkpoints,
     "show_status": show_status,
     "get_results": get_results,

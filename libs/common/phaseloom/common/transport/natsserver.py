@@ -58,6 +58,8 @@ _PEER_PINGS = 2
 """A server considers another one dead after this many unanswered pings."""
 
 
+_MEMORY_LIMIT = "512MiB"
+"""Soft limit of a server's memory, unless `GOMEMLIMIT` is set in the environment."""
 _WRITE_FAILED = b"Critical write error"
 """In the log of nats-server 2.15: a stream refuses all further messages until a restart."""
 
@@ -186,6 +188,8 @@ class EmbeddedServer:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
+                # Above this, Go collects garbage more often instead of taking more memory.
+                env={"GOMEMLIMIT": _MEMORY_LIMIT, **os.environ},
                 start_new_session=True,
             )
         try:
