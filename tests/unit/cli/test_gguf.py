@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoTokenizer, Gemma2Config, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from phaseloom.cli import gguf as gguf_command
 from phaseloom.cli.gguf import convert
+from phaseloom.cli.ggufkeys import unused_keys
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.tensors.modelfiles import read_model
 from tests.support.pretrained import loaded
@@ -240,3 +241,12 @@ def test_keys_that_describe_or_agree_are_accepted_and_those_of_the_tokenizer_use
     factory: Any = AutoTokenizer
     ids = factory.from_pretrained(directory)("ab").input_ids
     assert ids == [1, TOKENS.index("ab"), 2]
+
+
+@pytest.mark.parametrize(("num_layers", "expected"), [(2, 32), (46, 16)])
+def test_scale_of_gemmas_queries_is_that_of_llama_cpp(num_layers: int, expected: int) -> None:
+    config = Gemma2Config(
+        num_hidden_layers=num_layers, hidden_size=64, num_attention_heads=4, head_dim=32
+    )
+    assert unused_keys({"general.architecture": "gemma2"}, config, None) == []
+    assert config.query_pre_attn_scalar == expected

@@ -39,7 +39,9 @@ _ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "attention.key_length": ("head_dim",),
     "attention.value_length": ("head_dim",),
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
-    "attention.layer_norm_epsilon": ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
+    "attention.layer_norm_epsilon": (
+        *("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"),
+    ),
     "attention.sliding_window": ("sliding_window",),
     "attention.scale": ("attention_multiplier",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
@@ -93,6 +95,8 @@ def unused_keys(values: Mapping[str, Any], config: Any, frequencies: Any) -> lis
     ]
     if getattr(config, "model_type", "") == "mistral" and "attention.sliding_window" not in named:
         config.sliding_window = None  # transformers' own default is a window of 4096
+    if getattr(config, "query_pre_attn_scalar", None) is not None:
+        config.query_pre_attn_scalar = _query_scalar(config)
     return unused + _unused_rope(named, config, frequencies)
 
 
@@ -156,6 +160,13 @@ def _unused_rope(named: Mapping[str, Any], config: Any, frequencies: Any) -> lis
         partial = {k: v for k, v in rope.items() if k == "partial_rotary_factor"}
         config.rope_parameters = {"rope_theta": theta, **partial, **(scaling or {})}
     return unused
+
+
+def _query_scalar(config: Any) -> int:
+    """Return the scale of Gemma's queries as llama.cpp derives it: files do not state it."""
+    if (config.model_type, config.num_hidden_layers) in (("gemma2", 46), ("gemma3_text", 62)):
+        return int(config.hidden_size // config.num_attention_heads)  # the models of 27 B
+    return _head_dim(config)
 
 
 def _llama3(frequencies: Any, config: Any, theta: float) -> dict[str, Any] | None:
