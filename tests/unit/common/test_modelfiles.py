@@ -11,8 +11,13 @@ import pytest
 from blake3 import blake3
 from safetensors.torch import load_file, save_file
 
-from phaseloom.common.contract.errors import CallerError, Code
-from phaseloom.common.tensors.modelfiles import check_directory, is_companion, read_model
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.tensors.modelfiles import (
+    check_companions,
+    check_directory,
+    is_companion,
+    read_model,
+)
 from tests.support.pretrained import TOKENIZER_FILES, loaded, save_model
 
 
@@ -143,3 +148,20 @@ def test_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
     save_file(load_file(first) | load_file(second), second, {"format": "pt"})
     with pytest.raises(CallerError, match="tensors in the index differ"):
         check_directory(directory, "base")
+
+
+@pytest.mark.parametrize("change", ["overwrite", "add", "remove"])
+def test_small_files_that_differ_from_the_registered_ones_are_a_loss(
+    change: str, tmp_path: Path
+) -> None:
+    model = read_model("tiny", save_model(tmp_path))
+    (tmp_path / "README.md").write_text("for people")
+    check_companions(model)
+    file = tmp_path / ("chat_template.jinja" if change == "add" else "tokenizer_config.json")
+    if change == "remove":
+        file.unlink()
+    else:
+        file.write_text("{}")
+    with pytest.raises(ResourceError, match=file.name) as lost:
+        check_companions(model)
+    assert lost.value.info.code is Code.DATA_LOSS

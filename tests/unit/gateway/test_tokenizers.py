@@ -11,8 +11,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.specs import ModelDirectory, ModelFile, RegisteredModel
+from phaseloom.common.tensors.modelfiles import file_blake3
 from phaseloom.common.text.files import read_tokenizer
 from phaseloom.gateway.tokenizers import ModelTokenizer, Tokenizers
 
@@ -163,9 +164,14 @@ def test_other_templates_get_one_text(directory: Path, template: str) -> None:
     assert tokenizer.chat([{"role": "user", "content": PARTS}], {}) == joined
 
 
+def registered(directory: Path) -> RegisteredModel:
+    files = [ModelFile(path.name, 1, file_blake3(path)) for path in directory.iterdir()]
+    return RegisteredModel("m", ModelDirectory(str(directory), files), {}, 0, [])
+
+
 async def test_tokenizer_is_read_once_and_again_after_a_failure(directory: Path) -> None:
     tokenizers = Tokenizers()
-    base = RegisteredModel("m", ModelDirectory(str(directory), []), {}, 0, [])
+    base = registered(directory)
     content = (directory / "tokenizer.json").read_text()
     (directory / "tokenizer.json").write_text("{")
     with pytest.raises(CallerError) as raised:
@@ -175,7 +181,14 @@ async def test_tokenizer_is_read_once_and_again_after_a_failure(directory: Path)
     (directory / "tokenizer.json").write_text(content)
     first, second = await asyncio.gather(tokenizers.of(base), tokenizers.of(base))
     assert first is second
-    other = RegisteredModel(
-        "m", ModelDirectory(str(directory), [ModelFile("tokenizer.json", 1, "x")]), {}, 0, []
-    )
-    assert await tokenizers.of(other) is not first, "its files differ"
+    (directory / "tokenizer.json").write_text(content + "\n")
+    assert await tokenizers.of(registered(directory)) is not first, "its files differ"
+
+
+async def test_files_that_differ_from_the_registered_ones_are_a_loss(directory: Path) -> None:
+    """A gateway that starts later must not speak with other tokens."""
+    model, file = registered(directory), directory / "tokenizer_config.json"
+    file.write_text(file.read_text() + "\n")
+    with pytest.raises(ResourceError, match=file.name) as lost:
+        await Tokenizers().of(model)
+    assert lost.value.info.code is Code.DATA_LOSS

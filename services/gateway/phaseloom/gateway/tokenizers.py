@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.specs import RegisteredModel
 from phaseloom.common.process.diewithparent import launcher
-from phaseloom.common.tensors.modelfiles import is_companion
+from phaseloom.common.tensors.modelfiles import check_companions, is_companion
 from phaseloom.common.text import files
 from phaseloom.common.text.codec import TextCodec
 from phaseloom.common.text.files import DEFAULT_TEMPLATE, TokenizerFacts
@@ -99,14 +99,18 @@ class Tokenizers:
         self._locks: defaultdict[tuple[str, ...], asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def of(self, base: RegisteredModel) -> ModelTokenizer:
-        """Raises: CallerError: FAILED_PRECONDITION: the tokenizer cannot be read."""
+        """Raises: CallerError: FAILED_PRECONDITION: the tokenizer cannot be read. ResourceError:
+        DATA_LOSS: its files are not those that were registered."""
         hashes = (file.blake3 for file in base.directory.files if is_companion(file.name))
         key = (base.directory.path, *hashes)
         async with self._locks[key]:
             if key not in self._tokenizers:
+                tokenizer = await _read(base)
+                # After the reading: a change before it or meanwhile is found.
+                await asyncio.to_thread(check_companions, base)
                 if len(self._tokenizers) == _MAX_TOKENIZERS:
                     del self._tokenizers[next(iter(self._tokenizers))]
-                self._tokenizers[key] = await _read(base)
+                self._tokenizers[key] = tokenizer
         return self._tokenizers[key]
 
 

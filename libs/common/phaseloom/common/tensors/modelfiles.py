@@ -23,7 +23,7 @@ import msgspec
 from blake3 import blake3
 
 from phaseloom.common.contract.configcheck import check_config, check_num_parameters
-from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.specs import ModelDirectory, ModelFile, RegisteredModel
 from phaseloom.common.tensors.adapterfiles import ADAPTER_CONFIG_FILE
@@ -50,6 +50,8 @@ _COMPANIONS = (
     *("LICENSE*", "NOTICE*", "README.md"),
 )
 """Names of files that are registered with config and weights, and copied into checkpoints."""
+_DOCUMENTS = ("LICENSE", "NOTICE", "README")
+"""Beginnings of the names of companions for people."""
 
 
 class GenerationFile(msgspec.Struct, frozen=True):
@@ -133,6 +135,38 @@ def model_weights(
             "index",
         )
     return files
+
+
+def check_companions(model: RegisteredModel) -> None:
+    """Check that the small files of a registered model are those that were registered. Blocking.
+
+    Raises: ResourceError: DATA_LOSS: a file was changed, added or removed.
+    """
+    directory = Path(model.directory.path)
+    registered = {f.name: f.blake3 for f in model.directory.files if _is_read(f.name)}
+    try:
+        paths = [path for path in directory.iterdir() if path.is_file() and _is_read(path.name)]
+        now = {path.name: file_blake3(path) for path in paths}
+    except OSError as error:
+        raise ResourceError(
+            f"{directory} of the registered model {model.name!r} cannot be read: {error}",
+            field="model",
+            remedy="make the model's files readable",
+        ) from error
+    differing = [name for name in now | registered if now.get(name) != registered.get(name)]
+    if differing:
+        raise ResourceError(
+            f"{directory / min(differing)} differs from the file registered for the model "
+            f"{model.name!r}",
+            code=Code.DATA_LOSS,
+            field="model",
+            remedy="restore the file, or register the directory under another name",
+        )
+
+
+def _is_read(name: str) -> bool:
+    """Whether programs read a small file."""
+    return name == CONFIG_FILE or (is_companion(name) and not name.startswith(_DOCUMENTS))
 
 
 def file_blake3(path: Path) -> str:
