@@ -512,7 +512,12 @@ def _read_credentials(file: Path) -> Credentials | None:
 
 
 def _port_of(url: str, file: Path) -> int:
-    """Return the port of the last server. Raises: CallerError: there is none."""
+    """Return the port of the last server; -1: it has not started yet.
+
+    Raises: CallerError: the address has no port.
+    """
+    if url == _ANY_PORT:
+        return -1
     port = url.rpartition(":")[2]
     if not (port.isascii() and port.isdecimal() and len(port) <= 5):
         raise CallerError(
