@@ -157,13 +157,9 @@ class Child:
         started_s = time.monotonic()
         self.log_file.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
         self.pulse.restart()
-        try:
-            stdin = asyncio.subprocess.DEVNULL
-            if self.spec.listener is not None:
-                stdin = self.spec.listener.open().fileno()
-        except OSError as error:  # another program uses the port
-            log.warning("%s cannot listen: %s", self.spec.name, error.strerror)
-            return Ended(1, 0.0)
+        stdin = asyncio.subprocess.DEVNULL
+        if self.spec.listener is not None:
+            stdin = self.spec.listener.open().fileno()
         with self.log_file.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable,

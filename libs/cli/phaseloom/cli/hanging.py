@@ -25,7 +25,7 @@ HUNG_AFTER_S = 2.0
 """Silence after which a service counts as hung and leaves the rotation."""
 _LONGEST_TICK_S = 2 * TICK_S
 """A longer tick shows that the supervisor itself did not run on time. Its remainder is ignored."""
-_UNMEASURED_S = 1.0
+UNMEASURED_S = 1.0
 """Silence after which the process is examined. Heartbeats are half as far apart."""
 _UNCOUNTED_STATES = "Dt"
 """States in /proc/PID/stat: waiting for a disk, and stopped by a debugger."""
@@ -50,12 +50,16 @@ class Silence:
         """Count from 0 again: the process was heard, or another one replaces it."""
         self.seconds, self._threads = 0.0, {}
 
+    def hold(self, before_s: float) -> None:
+        """Do not count the last tick. Args: before_s: the silence before it."""
+        self.seconds = min(self.seconds, max(before_s, UNMEASURED_S))
+
     def add(self, elapsed_s: float) -> None:
         """Count a tick without a sign of life. Args: elapsed_s: since the last tick."""
         elapsed_s = min(elapsed_s, _LONGEST_TICK_S)
         if not self.pid:
             return
-        if self.seconds < _UNMEASURED_S:
+        if self.seconds < UNMEASURED_S:
             self.seconds += elapsed_s
             return
         with suppress(OSError):  # it has just ended

@@ -35,7 +35,7 @@ from nats.errors import TimeoutError as NatsTimeoutError
 
 from phaseloom.cli.certs import make_certificates
 from phaseloom.cli.child import STABLE_AFTER_S, Child, Ended, pause_s
-from phaseloom.cli.hanging import HUNG_AFTER_S, TICK_S, Silence, close_connections
+from phaseloom.cli.hanging import HUNG_AFTER_S, TICK_S, UNMEASURED_S, Silence, close_connections
 from phaseloom.cli.meshconfig import SETTINGS, MeshConfig, servers_of
 from phaseloom.cli.models import register
 from phaseloom.cli.processes import Listener, child_specs, console_key, with_metrics
@@ -131,6 +131,8 @@ class Mesh:
         self._marks: StoreMarks | None = None
         self._write_failures: dict[str, str] = {}
         """NATS server → why it could not write. It takes the notice only after its restart."""
+        self._is_paused = False
+        """Whether all services are silent at once."""
         self._begins_at = 1
         """Sequence number of the first decision log entry of this mesh."""
 
@@ -317,11 +319,17 @@ class Mesh:
         while True:
             await asyncio.sleep(TICK_S)
             elapsed_s, last_s = time.monotonic() - last_s, time.monotonic()
-            for child in self._children:
-                if not child.is_stopping:
-                    before_s = child.pulse.silence.seconds
-                    child.pulse.tick(elapsed_s)
-                    await self._handle_silence(child, before_s)
+            children = [child for child in self._children if not child.is_stopping]
+            before_s = [child.pulse.silence.seconds for child in children]
+            for child in children:
+                child.pulse.tick(elapsed_s)
+            silences = [c.pulse.silence for c in children if c.pulse.silence.pid]
+            # Nothing hangs if the whole mesh is silent, for example during `phaseloom backup`.
+            self._is_paused = all(silence.seconds >= UNMEASURED_S for silence in silences)
+            for child, child_before_s in zip(children, before_s, strict=True):
+                if self._is_paused:
+                    child.pulse.silence.hold(child_before_s)
+                await self._handle_silence(child, child_before_s)
 
     async def _handle_silence(self, child: Child, before_s: float) -> None:
         name, silent_s = child.spec.name, child.pulse.silence.seconds
@@ -373,7 +381,7 @@ class Mesh:
             while True:
                 start_s = time.monotonic()
                 # A server that has ended is the subject of `_supervise_server`.
-                if not client.is_connected or await _answers(client):
+                if not client.is_connected or await _answers(client) or self._is_paused:
                     silence.end()
                     silence.pid = server.pid if server.is_running else 0
                     await asyncio.sleep(_PROBE_S)
@@ -384,7 +392,8 @@ class Mesh:
                     log.warning("replacing %s: it hangs", name)
                     silence.end()
                     silence.pid = 0
-                    os.kill(server.pid, signal.SIGKILL)
+                    with suppress(ProcessLookupError):  # it has just ended
+                        os.kill(server.pid, signal.SIGKILL)
                 elif reason and client.is_connected and not silence.seconds:
                     await self._notice("replaced", reason, name)
                     reason = ""
