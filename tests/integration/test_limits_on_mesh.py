@@ -20,6 +20,7 @@ from phaseloom.common.transport.services import call_api
 from tests.support.jobs import running_mesh, tenant
 
 SPEC = client.DeploymentSpec("policy", "train", "noop", client.ModelSpec({}), trainable=True)
+SAMPLING = client.SamplingParams(1000, ignore_eos=True)
 
 
 async def refusal(connection: client.Mesh, job: str) -> str:
@@ -79,3 +80,35 @@ async def test_calls_beyond_a_rate_are_refused_and_other_tenants_are_not(short_d
                     )
                 errors = [error for error in answers if isinstance(error, ResourceError)]
                 assert {error.info.details["bound"] for error in errors} == expected, (call, name)
+
+
+@pytest.mark.usefixtures("noop_nodes")
+async def test_outcomes_count_as_bytes_also_after_a_restart(short_dir: Path) -> None:
+    limits: dict[str, dict[str, int | float]] = {"demo": {"max_bytes": 5000}}
+    config = MeshConfig(tenants=["demo", "other"], tenant_limits=limits, routers=1)
+    spec = client.DeploymentSpec("sampler", "rollout", "noop", client.ModelSpec({}))
+    async with (
+        running_mesh(config, short_dir) as (mesh, _),
+        tenant(mesh) as connection,
+        tenant(mesh, "other") as others,
+    ):
+        sampler = (await connection.submit_job("a", [spec])).deployment("sampler")
+        other = (await others.submit_job("a", [spec])).deployment("sampler")
+        await until_outcomes_fill(sampler)
+        for service in ("scheduler", "router-0"):
+            mesh.kill(service)
+        await mesh.ready()
+        await until_outcomes_fill(sampler)
+        await other.generate([client.Prompt([1])] * 10, SAMPLING)
+
+
+async def until_outcomes_fill(sampler: client.Deployment) -> None:
+    """Generate until the refusal says that outcomes use most of the tenant's bytes."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                result = await sampler.generate([client.Prompt([1])] * 10, SAMPLING)
+                assert len(result.sequences) == 10
+            except ResourceError as error:
+                if error.info.details["bound"] == "max_bytes" and "fewer" in error.info.remedy:
+                    return

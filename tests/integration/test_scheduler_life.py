@@ -530,13 +530,32 @@ async def test_old_outcomes_are_deleted_once_no_rebuild_needs_them(bus: Bus) -> 
             subject = streams.done_subject(stray)
             if not await bus.stored.subjects(streams.DONE, subject):
                 await bus.publish(subject, Completion("id", Outcome.FAILED))
-        async with running(housekeeping.sweep_outcomes(0.1)):
+        async with running(housekeeping.sweep_outcomes(0.1, lambda tenant: 0)):
             await until(lambda: is_gone(bus, key(1, "nobody")))
             assert not await is_gone(bus, key(1)), "a rebuild compares with it"
             assert not await is_gone(bus, key(3)), "an attach tells by it what a gap is"
             await bus.log.append(JobFinished(A, "end"))
             await until(lambda: is_gone(bus, key(1)))
             await until(lambda: is_gone(bus, key(3)))
+
+
+async def test_outcomes_of_a_tenant_short_of_bytes_are_deleted_early(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phaseloom.scheduler.housekeeping.MIN_KEPT_S", 0.0)
+    async with keeping(bus) as (housekeeping, shell):
+        await finish(bus, shell, 1)
+        await bus.publish(streams.done_subject(key(1, "nobody")), Completion("i", Outcome.FAILED))
+        state = shell.core.state
+        state.outcomes[A.tenant] = {int(shell.now_s() // 60) - 2: 1000}
+        await housekeeping.relieve(3600.0, lambda tenant: 0)
+        await housekeeping.relieve(3600.0, lambda tenant: 2000)
+        assert not await is_gone(bus, key(1, "nobody")), "half of its bytes, or no limit"
+        await housekeeping.relieve(3600.0, lambda tenant: 1999)
+        assert await is_gone(bus, key(1, "nobody"))
+        assert not await is_gone(bus, key(1)), "a rebuild compares with it"
+        await folded(bus, shell)
+        assert state.outcome_bytes(A.tenant, shell.now_s()) == 0
 
 
 async def is_gone(bus: Bus, op: OperationKey) -> bool:

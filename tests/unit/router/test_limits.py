@@ -44,6 +44,17 @@ def test_open_operations_count_what_was_read_and_what_came_since() -> None:
     assert refusal(meter, 5) == ""
 
 
+def test_outcomes_count_as_bytes_until_a_reading_without_them() -> None:
+    meter = Meter(Limits(max_bytes=100))
+    meter.read(Reading(0, 0, 10, 5, outcome_bytes=90))
+    with pytest.raises(ResourceError) as refused:
+        meter.admit(6, 0.0, 1)
+    assert refused.value.info.details["bound"] == "max_bytes"
+    assert "fewer samples" in refused.value.info.remedy
+    meter.read(Reading(0, 0, 10, 6))
+    assert refusal(meter, 7) == ""
+
+
 def test_operation_that_did_not_get_into_the_log_is_not_counted() -> None:
     meter = Meter(Limits(max_operations=1))
     assert refusal(meter, 1) == ""

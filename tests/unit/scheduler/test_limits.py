@@ -20,6 +20,7 @@ from phaseloom.common.contract.specs import (
     SchedulerSettings,
 )
 from phaseloom.scheduler.core.state.outputs import Answer
+from phaseloom.scheduler.core.state.tree import State
 from phaseloom.scheduler.main import Config
 from tests.support.world import CONFIG, TENANT, World, spec
 
@@ -112,3 +113,19 @@ def test_logs_from_before_the_limits_are_replayed_without_them() -> None:
     assert settings.max_jobs
     assert SchedulerConfig.of(Config()).max_jobs == settings.max_jobs
     assert CONFIG.max_jobs == CONFIG.max_deployments == CONFIG.max_ranks == CONFIG.max_names == 0
+
+
+def test_bytes_of_outcomes_expire_or_are_dropped_by_the_minute() -> None:
+    state = State(config=replace(CONFIG, outcome_retention_s=3600.0))
+    for time_s, num_bytes in ((0.0, 1), (59.0, 2), (61.0, 4), (600.0, 8)):
+        state.advance(1, time_s)
+        state.add_outcome("a", num_bytes)
+    state.add_outcome("b", 16)
+    assert (state.outcome_bytes("a", 600.0), state.outcome_bytes("b", 600.0)) == (15, 16)
+    assert state.outcome_bytes("a", 3661.0) == 12
+    state.drop_outcomes("a", before_s=130.0)
+    assert (state.outcome_bytes("a", 600.0), state.outcome_bytes("b", 600.0)) == (8, 16)
+    state.advance(2, 10_000.0)
+    state.add_outcome("a", 32)
+    assert state.outcomes["a"] == {166: 32}, "expired minutes are forgotten"
+    assert state.outcome_bytes("c", 0.0) == 0

@@ -75,5 +75,11 @@ class Admission:
             log.debug("could not read the usage of %s: %r", tenant, error)
             return
         self._meters[tenant].read(
-            Reading(usage.open_operations, usage.sequence, stored.bytes, stored.last_seq)
+            Reading(
+                usage.open_operations,
+                usage.sequence,
+                stored.bytes,
+                stored.last_seq,
+                usage.outcome_bytes,
+            )
         )

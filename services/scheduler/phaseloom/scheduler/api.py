@@ -325,6 +325,7 @@ def job_api(
         return api.Usage(
             sum(len(d.queue.operations) + len(d.queue.unordered) for d in deployments),
             state.sequence,
+            state.outcome_bytes(tenant, shell.now_s()),
         )
 
     return {

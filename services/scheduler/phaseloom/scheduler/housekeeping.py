@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from nats.errors import TimeoutError as NatsTimeoutError
 
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.errors import CallerError
-from phaseloom.common.contract.events import NodeLost, SessionLost, SessionOpened
+from phaseloom.common.contract.events import NodeLost, OutcomesDropped, SessionLost, SessionOpened
 from phaseloom.common.contract.ids import JobKey, parse_operation_key
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus
@@ -25,6 +26,7 @@ from phaseloom.common.transport.keys import KeyChange
 from phaseloom.common.transport.leases import node_lease_key, session_lease_key
 from phaseloom.common.transport.retry import ATTEMPT_S, RetryingLog, until_done
 from phaseloom.scheduler.core.durability import seals
+from phaseloom.scheduler.core.jobs.jobs import MIN_KEPT_S
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED
 from phaseloom.scheduler.shell import Shell
@@ -71,8 +73,13 @@ class Housekeeping:
             async for change in changes:
                 await self._note_session(change, leases)
 
-    async def sweep_outcomes(self, retention_s: float) -> None:
-        """Delete outcomes that are older than the retention and that no rebuild needs."""
+    async def sweep_outcomes(
+        self, retention_s: float, max_bytes_of: Callable[[str], float]
+    ) -> None:
+        """Delete outcomes that are older than the retention and that no rebuild needs.
+
+        Args: max_bytes_of: tenant → the bound on its stored bytes; 0: none.
+        """
         await self.shell.caught_up.wait()
         pause_s = retention_s / _SWEEPS_PER_RETENTION
         pause_s = min(max(pause_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
@@ -81,6 +88,7 @@ class Housekeeping:
             try:
                 async with asyncio.timeout(_SWEEP_S):
                     await self._sweep(time.time() - retention_s)
+                    await self.relieve(retention_s, max_bytes_of)
             except (TimeoutError, NatsError, NatsTimeoutError) as error:
                 log.info("sweep of outcomes interrupted, the next one will continue: %r", error)
 
@@ -118,8 +126,25 @@ class Housekeeping:
         msg_id = f"session-lost:{job.key}:{session}:{revision}"
         await self.log.append(SessionLost(job.key, session), msg_id=msg_id)
 
-    async def _sweep(self, before_s: float) -> None:
-        subjects = self.bus.stored.before(streams.DONE, f"{_DONE_PREFIX}>", before_s)
+    async def relieve(self, retention_s: float, max_bytes_of: Callable[[str], float]) -> None:
+        """Delete outcomes before they expire, of tenants that have used half of their bytes."""
+        state, now_s = self.shell.core.state, self.shell.now_s()
+        before_s = now_s - min(retention_s, MIN_KEPT_S)
+        for tenant in sorted(state.outcomes):
+            limit = max_bytes_of(tenant)
+            is_old = any(60 * (minute + 1) <= before_s for minute in state.outcomes[tenant])
+            if limit and is_old and state.outcome_bytes(tenant, now_s) > limit / 2:
+                await self._sweep(before_s, f"{tenant}.")
+                await self.log.append(OutcomesDropped(tenant, before_s))
+                await self.bus.notice(
+                    "scheduler",
+                    "outcomes deleted early",
+                    "they use more than half of the tenant's bytes (`max_bytes`)",
+                    tenant,
+                )
+
+    async def _sweep(self, before_s: float, prefix: str = "") -> None:
+        subjects = self.bus.stored.before(streams.DONE, f"{_DONE_PREFIX}{prefix}>", before_s)
         num_deleted = 0
         async with aclosing(subjects) as old:
             async for subject in old:

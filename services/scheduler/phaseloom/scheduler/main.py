@@ -69,6 +69,9 @@ class Config(SchedulerSettings, frozen=True, kw_only=True):
     state_secret: str = ""
     """The mesh's secret, which state managers know too. It signs the tickets by which they give
     weights versions to other nodes. Without it a version stays on the nodes of its policy."""
+    max_bytes: int = 960 * 2**20
+    """The routers' bound on a tenant's stored bytes. From half of it on, outcomes older than 10
+    minutes that no rebuild needs are deleted before `outcome_retention_s`. 0: no limit."""
     api_rate: float = 500.0
     """Average API calls of a tenant per second, at most; 0: no limit."""
     api_burst: int = 2_000
@@ -90,6 +93,10 @@ class Config(SchedulerSettings, frozen=True, kw_only=True):
             section="scheduler.",
         )
 
+    def max_bytes_of(self, tenant: str) -> float:
+        """Return the bound on a tenant's stored bytes."""
+        return self.tenant_limits.get(tenant, {}).get("max_bytes", self.max_bytes)
+
     def call_rate(self, tenant: str) -> tuple[float, float]:
         """Return a tenant's limit of API calls: (calls per second, burst)."""
         bounds = self.tenant_limits.get(tenant, {})
@@ -101,6 +108,7 @@ _BOUNDS = {
     "snapshot_every": (1, math.inf),
     "lease_margin_s": (0, math.inf),
     "lease_ttl_s": (1, math.inf),
+    "max_bytes": (0, math.inf),
     "api_rate": (0, math.inf),
     "api_burst": (1, math.inf),
 }
@@ -195,7 +203,9 @@ async def _lead(bus: Bus, settings: Config, gauges: Gauges, stop: asyncio.Event)
                 tasks.create_task(shell.run()),
                 tasks.create_task(housekeeping.watch_nodes(settings.lease_margin_s)),
                 tasks.create_task(housekeeping.watch_sessions()),
-                tasks.create_task(housekeeping.sweep_outcomes(settings.outcome_retention_s)),
+                tasks.create_task(
+                    housekeeping.sweep_outcomes(settings.outcome_retention_s, settings.max_bytes_of)
+                ),
                 tasks.create_task(_serve_api(bus, shell, CallRates(settings.call_rate))),
             ]
             try:

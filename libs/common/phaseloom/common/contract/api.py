@@ -207,14 +207,16 @@ class UsageRequest(msgspec.Struct, frozen=True):
     """`pl.v1.api.<tenant>.tenant.usage`. router, controller → scheduler. Answered with a Usage."""
 
 
-class Usage(msgspec.Struct, frozen=True):
-    """The open operations of a tenant."""
+class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The open operations and stored outcomes of a tenant."""
 
     open_operations: int
     """Number of queued and permitted operations, plus refused ones behind a gap in the numbers
     until the gap closes."""
     sequence: int
     """The decision-log sequence up to which operations are counted."""
+    outcome_bytes: int = 0
+    """Bytes of stored outcomes."""
 
 
 class ResultRequest(msgspec.Struct, frozen=True):

@@ -277,6 +277,8 @@ class OperationFinished(Message, frozen=True, omit_defaults=True):
     steps: list[StepRun] = []
     """The forward steps of a `generate` in order, one replica after the other; at most
     `MAX_STEP_RUNS`. If other operations shared the steps, their tokens are included."""
+    outcome_bytes: int = 0
+    """Size of the stored outcome."""
 
 
 class OperationsFinished(Message, frozen=True):
@@ -470,6 +472,15 @@ class ReplanComputed(Message, frozen=True):
     touched."""
 
 
+class OutcomesDropped(Message, frozen=True):
+    """scheduler's shell → scheduler. A tenant's outcomes that were stored before a time, and that
+    no rebuild needs, have been deleted early, to keep the tenant within its bytes."""
+
+    tenant: str
+    before_s: float
+    """Unix seconds."""
+
+
 class TimerFired(Message, frozen=True):
     """scheduler's shell → scheduler."""
 
@@ -496,6 +507,7 @@ Event = (
     | OperationsQueued
     | OperationFinished
     | OperationsFinished
+    | OutcomesDropped
     | ActivationOpened
     | ActivationRefused
     | PermitReturned

@@ -142,6 +142,7 @@ LOG_SUBJECTS: dict[type, str] = {
     events.SessionLost: f"{PREFIX}.sched.job",
     events.PhaseDeclared: f"{PREFIX}.sched.job",
     events.CancelRequested: f"{PREFIX}.sched.job",
+    events.OutcomesDropped: f"{PREFIX}.sched.timer",
     events.TimerFired: f"{PREFIX}.sched.timer",
     events.ActivationOpened: f"{PREFIX}.sched.progress",
     events.ActivationRefused: f"{PREFIX}.sched.progress",

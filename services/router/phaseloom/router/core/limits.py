@@ -20,6 +20,10 @@ from phaseloom.common.contract.tenantlimits import limit_exceeded
 _LOOK_AGAIN_S = 1.0
 """Retry time if open operations must end first. Nobody knows when they will, so it is short."""
 _AWAIT_OPEN = "await some open operations"
+_AWAIT_EXPIRY = (
+    "request fewer samples or log-probabilities; outcomes expire, from 10 minutes after they were "
+    "stored; wait for that"
+)
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -28,7 +32,8 @@ class Limits(msgspec.Struct, frozen=True):
     max_operations: int = 20_000
     """Maximum operations that are admitted and have no outcome yet."""
     max_bytes: int = 960 * 2**20
-    """Maximum bytes of stored operations. Mutating operations are stored until they are sealed."""
+    """Maximum bytes of stored operations and outcomes. Mutating operations are stored until they
+    are sealed, and outcomes until they expire."""
     rate: float = 10_000.0
     """Maximum average operations per second."""
     burst: int = 20_000
@@ -48,6 +53,8 @@ class Reading(msgspec.Struct, frozen=True):
     stored_bytes: int
     stream_sequence: int
     """Position in the tenant's stream up to which `stored_bytes` counts."""
+    outcome_bytes: int = 0
+    """Bytes of stored outcomes."""
 
 
 class Meter:
@@ -76,7 +83,8 @@ class Meter:
 
     @property
     def stored_bytes(self) -> int:
-        return self._reading.stored_bytes + self._stored_bytes
+        reading = self._reading
+        return reading.stored_bytes + reading.outcome_bytes + self._stored_bytes
 
     def read(self, reading: Reading) -> None:
         """Store a new reading and forget the local counts that it includes."""
@@ -107,10 +115,12 @@ class Meter:
         if limits.max_bytes and self.stored_bytes > limits.max_bytes:
             raise limit_exceeded(
                 "max_bytes",
-                "bytes of operations are stored",
+                "bytes of operations and outcomes are stored",
                 self.stored_bytes,
                 limits.max_bytes,
-                _AWAIT_OPEN,
+                _AWAIT_OPEN
+                if 2 * self._reading.outcome_bytes < self.stored_bytes
+                else _AWAIT_EXPIRY,
                 retry_after_s=_LOOK_AGAIN_S,
             )
         if limits.rate:

@@ -266,6 +266,7 @@ HANDLERS: dict[type[Any], Callable[[Step, Any], None]] = {
     events.PhaseDeclared: sessions.declared,
     events.CancelRequested: cancel.request,
     events.OperationFinished: outcomes.finish,
+    events.OutcomesDropped: outcomes.dropped,
     events.ActivationOpened: dispatch.opened,
     events.ActivationRefused: dispatch.refused,
     events.PermitReturned: dispatch.returned,

@@ -75,6 +75,8 @@ class PermitRun:
     """As in `OperationFinished`."""
     saved: SaveState | None = None
     """The `save_state` whose checkpoint is durable now."""
+    outcome_bytes: int = 0
+    """As in `OperationFinished`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ class Outcomes:
         """
         completion = ran.completion
         if done is None:
-            completion, done = await self._store(permit, completion, payload, parent)
+            completion, done = await self._store(permit, ran, payload, parent)
         if done is not None:
             if (done.outcome, done.result) != (completion.outcome, completion.result):
                 await self.notice(
@@ -154,17 +156,18 @@ class Outcomes:
             start_s = end_s
 
     async def _store(
-        self, permit: Permit, completion: Completion, payload: Stored | None, parent: Context
+        self, permit: Permit, ran: PermitRun, payload: Stored | None, parent: Context
     ) -> tuple[Completion, Completion | None]:
         """Store an outcome. An outcome too large for a message is stored as a failure.
 
         Returns: this rank's outcome, and the authoritative outcome if another rank had stored one
                  before.
         """
-        content_type = content_type_for(payload)
+        completion, content_type = ran.completion, content_type_for(payload)
         if content_type == JSON and completion.result is not None:
             completion = replace(completion, result=as_lists(completion.result))
-        if len(encode(completion, content_type)) > MAX_OUTCOME_BYTES:
+        ran.outcome_bytes = len(encode(completion, content_type))
+        if ran.outcome_bytes > MAX_OUTCOME_BYTES:
             completion = failed(permit, _TOO_LARGE)
         subject = streams.done_subject(permit.operation)
         try:
@@ -206,6 +209,7 @@ class Outcomes:
             share=ran.share if ran else 1.0,
             checkpoints=checkpoints_of(completion),
             steps=ran.steps if ran else [],
+            outcome_bytes=(ran.outcome_bytes if ran else 0) or len(encode(completion)),
         )
         msg_id = f"finished:{permit.operation}:{permit.incarnation}:{permit.id}"
         # From here on, other ends need not wait for this one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phaseloom.common.contract.errors import Code, ErrorInfo
-from phaseloom.common.contract.events import OperationFinished, StateSnapshotTaken
+from phaseloom.common.contract.events import OperationFinished, OutcomesDropped, StateSnapshotTaken
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.scheduler.core.devices import devices, estimates, round_robin
 from phaseloom.scheduler.core.dispatch import shares, speculative
@@ -48,6 +48,8 @@ def finish(step: Step, event: OperationFinished) -> None:
     elif deployment.wpg.state in (WpgState.RECOVERING, WpgState.READY):
         # A late outcome of a dead incarnation. The operation runs again and will report itself.
         return
+    if op is not None and not op.has_ended:
+        step.state.add_outcome(event.key.tenant, event.outcome_bytes)
     if event.dirty and is_current:
         _record_outcome(step, deployment, op, event)
         wpgs.rebuild(step, deployment, event.error)
@@ -57,6 +59,10 @@ def finish(step: Step, event: OperationFinished) -> None:
         wpgs.replayed(step, deployment, deployment.durability.replay[0])
     else:
         _record_outcome(step, deployment, op, event)
+
+
+def dropped(step: Step, event: OutcomesDropped) -> None:
+    step.state.drop_outcomes(event.tenant, event.before_s)
 
 
 def snapshot_taken(step: Step, event: StateSnapshotTaken) -> None:

@@ -43,6 +43,8 @@ class State(msgspec.Struct):
     observed: dict[str, dict[str, Observed]] = {}
     """Deployment → kind and size of operations → how long these take next to others. Filled only
     while devices are shared in space by a table of slowdowns."""
+    outcomes: dict[str, dict[int, int]] = {}
+    """Tenant → minute of the log's clock → bytes of the outcomes stored then."""
     timers: dict[str, float] = {}
     """Timer → when it fires."""
     waiters: dict[str, list[str]] = {}
@@ -75,6 +77,31 @@ class State(msgspec.Struct):
         """Take a measured latency into the moving average, which mostly reflects the last ten."""
         latency_s = min(max(0.0, latency_s), MAX_LATENCY_S)
         self.latency_s += (latency_s - self.latency_s) / 10
+
+    def add_outcome(self, tenant: str, num_bytes: int) -> None:
+        """Count a stored outcome, and forget those that have expired."""
+        minute = int(self.now_s // 60)
+        minutes = self.outcomes.setdefault(tenant, {})
+        if minute not in minutes:
+            self.drop_outcomes(tenant, self._outcomes_expired_s(self.now_s))
+            minutes = self.outcomes.setdefault(tenant, {})
+        minutes[minute] = minutes.get(minute, 0) + num_bytes
+
+    def drop_outcomes(self, tenant: str, before_s: float) -> None:
+        """Forget the outcomes that were stored in whole minutes before a time."""
+        minutes = self.outcomes.pop(tenant, {})
+        kept = {m: size for m, size in minutes.items() if 60 * (m + 1) > before_s}
+        if kept:
+            self.outcomes[tenant] = kept
+
+    def outcome_bytes(self, tenant: str, now_s: float) -> int:
+        """Return the bytes of a tenant's stored outcomes that have not expired."""
+        expired_s = self._outcomes_expired_s(now_s)
+        minutes = self.outcomes.get(tenant, {})
+        return sum(size for minute, size in minutes.items() if 60 * (minute + 1) > expired_s)
+
+    def _outcomes_expired_s(self, now_s: float) -> float:
+        return now_s - (self.config.outcome_retention_s if self.config else 0.0)
 
     def set_timer(self, timer: str, due_s: float) -> None:
         self.timers[timer] = due_s
