@@ -8,12 +8,13 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 from nats.aio.client import Client
 
 from phaseloom.common.contract import streams
-from phaseloom.common.contract.api import JobReport, Reported, ResultReply, ResultRequest
+from phaseloom.common.contract.api import JobReport, Reported, ResultReply, ResultRequest, SubmitJob
 from phaseloom.common.contract.codec import CONTENT_TYPE, JSON, MSGPACK, decode, encode
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.events import QueuedOperation
@@ -31,11 +32,12 @@ from phaseloom.common.contract.operations import (
     SamplingParams,
     Sequence,
 )
+from phaseloom.common.contract.specs import DeploymentSpec, JobSpec, ModelSpec
 from phaseloom.common.contract.streams import Bucket, api_subject
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import connect
 from phaseloom.common.transport.natsserver import EmbeddedServer
-from phaseloom.common.transport.services import call_api
+from phaseloom.common.transport.services import call_api, serve_api
 from tests.support.processes import free_port, service
 
 FLOODER, VICTIM, JOB = "acme", "globex", "sums"
@@ -254,6 +256,32 @@ async def test_large_api_requests_are_refused_before_they_are_decoded(
         report = JobReport(JOB, 1, {str(i): 1.0 for i in range(100_000)})
         with pytest.raises(CallerError, match="may have at most 262144 bytes"):
             await call_api(client, FLOODER, "job.report", report, Reported)
+
+
+async def test_requests_with_many_lists_are_refused_before_they_are_decoded(
+    bus: Bus, nats_server: EmbeddedServer
+) -> None:
+    received: list[SubmitJob] = []
+
+    async def submit(tenant: str, request: SubmitJob) -> Reported:
+        received.append(request)
+        return Reported()
+
+    def request_with(config: dict[str, Any], texts: list[str]) -> SubmitJob:
+        model = ModelSpec(config, token_texts=texts)
+        deployment = DeploymentSpec("policy", "train", "noop", model)
+        return SubmitJob(JOB, JobSpec(deployments=[deployment]))
+
+    many_texts = request_with({"layers": [1] * 10_000}, ["a token"] * 150_000)
+    many_lists = request_with({"a": [[]] * 1_000_000}, [])
+    endpoints = {"job.submit": (SubmitJob, submit)}
+    serving = await serve_api(bus, "scheduler", endpoints, max_bytes={"job.submit": 2**21})
+    async with tenant_client(nats_server, FLOODER) as client:
+        with pytest.raises(CallerError, match="at most 20000 lists and objects, got 1000008"):
+            await call_api(client, FLOODER, "job.submit", many_lists, Reported, timeout_s=60)
+        await call_api(client, FLOODER, "job.submit", many_texts, Reported, timeout_s=60)
+    await serving.stop()
+    assert received == [many_texts]
 
 
 async def until_served(client: Client) -> None:

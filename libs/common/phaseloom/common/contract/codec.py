@@ -114,3 +114,28 @@ def decode(payload: bytes, kind: Any, content_type: str = MSGPACK, *, field: str
         field=f"headers.{CONTENT_TYPE}",
         remedy=f"use {JSON} or {MSGPACK}",
     )
+
+
+MAX_CONTAINERS = 20_000
+"""Maximum lists and objects of an API request. A model's config has some hundreds."""
+
+
+def check_containers(payload: bytes, content_type: str) -> None:
+    """Check that a message that may hold any values has few lists and objects.
+
+    They take up to 50 times as much memory and time to decode as text of the same size.
+
+    Raises: CallerError: there are too many, or the payload cannot be decoded.
+    """
+    num = 0
+    open_values: list[list[Any] | dict[Any, Any]] = [[decode(payload, Any, content_type)]]
+    while open_values:
+        value = open_values.pop()
+        num += 1
+        values = value.values() if isinstance(value, dict) else value
+        open_values += (v for v in values if isinstance(v, dict | list))
+    if num > MAX_CONTAINERS:
+        raise CallerError(
+            f"a request may have at most {MAX_CONTAINERS} lists and objects, got {num}",
+            remedy="send a smaller request",
+        )

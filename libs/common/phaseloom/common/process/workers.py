@@ -103,6 +103,10 @@ class WorkerPool:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes. Open calls fail."""
         for worker in self._idle:
             worker.end()
         self._idle.clear()

@@ -31,6 +31,7 @@ from phaseloom.common.contract.codec import (
     CONTENT_TYPE,
     JSON,
     MSGPACK,
+    check_containers,
     content_type_of,
     decode,
     encode,
@@ -52,6 +53,7 @@ from phaseloom.common.contract.streams import (
     node_subject,
     state_subject,
 )
+from phaseloom.common.process.workers import WorkerPool
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.callrates import CallRates
 from phaseloom.common.transport.natsclient import MeshClient
@@ -76,6 +78,10 @@ PhaseloomError to refuse the call."""
 _TENANT_TOKEN = 3
 _HEADER_CHARS = 200
 MAX_REQUEST_BYTES = 256 * 1024
+_SMALL_BYTES = 32 * 1024
+"""Size up to which every request is decoded in some milliseconds."""
+_CHECK_S = 2.0
+"""Processor time for the check of a larger request."""
 MAX_WAITING = 1024
 """Maximum requests of one tenant that wait for one call. One more is refused."""
 _MAX_WAITING_BYTES = 32 * 2**20
@@ -136,8 +142,9 @@ class TenantQueues:
 class ApiService:
     """API calls that are being served."""
 
-    def __init__(self, service: Service, queues: list[TenantQueues]) -> None:
+    def __init__(self, service: Service, queues: list[TenantQueues], workers: WorkerPool) -> None:
         self._service = service
+        self._workers = workers
         self._queues = queues
 
     async def stop(self) -> None:
@@ -145,11 +152,13 @@ class ApiService:
         await self._service.stop()
         for queue in self._queues:
             await queue.finish()
+        self._workers.close()
 
     def cancel(self) -> None:
         """Abandon the requests whose handling has begun, because this process no longer leads."""
         for queue in self._queues:
             queue.cancel()
+        self._workers.close()
 
 
 async def serve_api(
@@ -172,7 +181,8 @@ async def serve_api(
                 (`pl.v1.node.<call>`). Their handlers get an empty tenant.
             rates: the bound on each tenant's calls; None: no bound.
             max_bytes: maximum size of the requests of calls that take more than
-                `MAX_REQUEST_BYTES`. Larger requests are refused before they are decoded.
+                `MAX_REQUEST_BYTES`. Larger requests are refused before they are decoded, and so are
+                those with many lists and objects.
     """
     # nats-py calls utcnow(), which is deprecated since Python 3.12.
     with warnings.catch_warnings():
@@ -184,6 +194,7 @@ async def serve_api(
             queue_group=service_name,
         )
     queues = []
+    workers = WorkerPool([check_containers.__module__])
 
     async def add(name: str, subject: str, endpoint: _Endpoint) -> None:
         queues.append(endpoint.queue)
@@ -191,12 +202,16 @@ async def serve_api(
 
     for call, (kind, handler) in endpoints.items():
         limit = (max_bytes or {}).get(call, MAX_REQUEST_BYTES)
-        endpoint = _Endpoint(call, kind, handler, _tenant_of, max_bytes=limit, rates=rates)
+        endpoint = _Endpoint(
+            call, kind, handler, _tenant_of, workers=workers, max_bytes=limit, rates=rates
+        )
         await add(call.replace(".", "-"), api_subject("*", call), endpoint)
     for call, (kind, handler) in (operators or {}).items():
-        endpoint = _Endpoint(call, kind, handler, lambda request: "", max_bytes=MAX_PAYLOAD_BYTES)
+        endpoint = _Endpoint(
+            call, kind, handler, lambda request: "", workers=workers, max_bytes=MAX_PAYLOAD_BYTES
+        )
         await add(f"node-{call}", node_subject(call), endpoint)
-    return ApiService(service, queues)
+    return ApiService(service, queues, workers)
 
 
 def _tenant_of(request: Request) -> str:
@@ -213,9 +228,11 @@ class _Endpoint:
         handler: ApiHandler,
         tenant_of: Callable[[Request], str],
         *,
+        workers: WorkerPool,
         max_bytes: int,
         rates: CallRates | None = None,
     ) -> None:
+        self._workers = workers
         self._rates = rates
         self._call = call
         self._max_bytes = max_bytes
@@ -245,7 +262,7 @@ class _Endpoint:
         call, content_type = self._call, content_type_of(request.headers)
         try:
             tenant = self._tenant_of(request)
-            self._check_size(request)
+            await self._check_size(tenant, request, content_type)
             answer = await self._handler(tenant, decode(request.data, self._kind, content_type))
             if isinstance(answer, Encoded):
                 payload = await answer.encode(content_type)
@@ -264,12 +281,21 @@ class _Endpoint:
         else:
             await request.respond(payload, headers={CONTENT_TYPE: content_type})
 
-    def _check_size(self, request: Request) -> None:
+    async def _check_size(self, tenant: str, request: Request, content_type: str) -> None:
         if len(request.data) > self._max_bytes:
             raise CallerError(
                 f"a request of {self._call} may have at most {self._max_bytes} bytes, "
                 f"got {len(request.data)}",
                 remedy="send a smaller request",
+            )
+        if len(request.data) > _SMALL_BYTES:
+            await self._workers.run(
+                check_containers,
+                request.data,
+                content_type,
+                deadline_s=_CHECK_S,
+                what="the request",
+                key=tenant,
             )
 
 
