@@ -103,7 +103,7 @@ async def test_nothing_that_a_caller_sends_takes_the_gateway_along(served: Serve
         told = await call(create, **asked, model_seq_id=10**30)
         assert (told[0], told[1]["field"]) == (400, "model_seq_id")
         for number, (lora, why) in enumerate(
-            [({"rank": 10**9}, "lower adapter rank"), ({"rank": 4, "seed": _HUGE}, "64 bits")],
+            [({"rank": 10**9}, "rank must be from 1"), ({"rank": 4, "seed": _HUGE}, "64 bits")],
             start=2,
         ):
             made = await call(create, **{**asked, "lora_config": lora, "model_seq_id": number})

@@ -8,7 +8,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from phaseloom.client import Piece
 from phaseloom.common.text.files import TokenizerFacts
-from phaseloom.gateway.openai import Call, Complete, Part, _chat_logprobs, _logprobs
+from phaseloom.gateway.core.bodies import Complete
+from phaseloom.gateway.openai import Call, Part, _chat_logprobs, _logprobs
 from phaseloom.gateway.tokenizers import ModelTokenizer
 
 PADDED = 30
@@ -24,7 +25,7 @@ def call(**more: Any) -> Call:
     )
     tokenizer = ModelTokenizer(TokenizerFacts(made.to_str(), {}, {}, False, False))
     nothing: Any = None
-    return Call(nothing, nothing, Complete("m", prompt="", **more), tokenizer)
+    return Call(nothing, nothing, Complete("m", **more), tokenizer)
 
 
 def part(tokens: list[int], tops: list[list[int]]) -> Part:

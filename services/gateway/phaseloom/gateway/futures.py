@@ -18,6 +18,7 @@ from phaseloom.client import (
     Lost,
     OperationHandle,
     PhaseloomError,
+    ResourceError,
 )
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ ACTIVE, PAUSED = "active", "paused_capacity"
 """The SDK's words for a running call, and for one that waits for a device."""
 _PERMITTED = "permitted"
 _MAX_KEPT = 10_000
+_MAX_KEPT_BYTES = 256 * 2**20
+"""Maximum bytes of the answers that are kept."""
 
 
 @dataclass
@@ -109,10 +112,12 @@ def reason(explanation: Explanation) -> str:
 
 
 class Futures:
-    """A tenant's promises. Above `_MAX_KEPT`, the oldest finished ones are forgotten."""
+    """A tenant's promises. Above `_MAX_KEPT`, or `_MAX_KEPT_BYTES`, the oldest finished ones are
+    forgotten."""
 
     def __init__(self) -> None:
         self._promises: dict[str, Promise] = {}
+        self._num_bytes = 0
 
     def find(self, name: str) -> Promise | None:
         """Return the promise with this name, or None if there is none or it is lost."""
@@ -129,14 +134,38 @@ class Futures:
 
         Args: work: produces the answer.
               handle: the operation that the answer comes from.
+        Raises: ResourceError: RESOURCE_EXHAUSTED: too many promises are open.
         """
         promise = self.find(name)
         if promise is None:
+            self._forget()
+            if len(self._promises) >= _MAX_KEPT:
+                raise ResourceError(
+                    f"at most {_MAX_KEPT} calls may be open at once",
+                    code=Code.RESOURCE_EXHAUSTED,
+                    remedy="retrieve the answers of some calls first",
+                )
             promise = self._promises[name] = Promise(asyncio.create_task(_answer(work)), handle)
-            for old in [*self._promises][: max(len(self._promises) - _MAX_KEPT, 0)]:
-                if self._promises[old].task.done():
-                    del self._promises[old]
+            promise.task.add_done_callback(self._count)
         return promise
+
+    def _count(self, task: asyncio.Task[Answer | Lost]) -> None:
+        self._num_bytes += _num_bytes(task)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget the oldest finished promises while there are too many."""
+        for name, promise in [*self._promises.items()]:
+            if len(self._promises) < _MAX_KEPT and self._num_bytes <= _MAX_KEPT_BYTES:
+                return
+            if promise.task.done():
+                self._num_bytes -= _num_bytes(promise.task)
+                del self._promises[name]
+
+
+def _num_bytes(task: asyncio.Task[Answer | Lost]) -> int:
+    answer = None if task.cancelled() else task.result()
+    return len(answer) if isinstance(answer, bytes) else 0
 
 
 async def _answer(work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer | Lost:

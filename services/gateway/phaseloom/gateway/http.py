@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar, TypeVarTuple
 
 import msgspec
@@ -13,7 +13,8 @@ from aiohttp import web
 from phaseloom.client import CallerError, Code, PhaseloomError
 from phaseloom.common.contract.errors import to_exception, unexpected_error
 from phaseloom.common.process.workers import WorkerPool
-from phaseloom.gateway.replicas import REPLICA, content_of
+from phaseloom.gateway.core.bodies import decoded, fields_of
+from phaseloom.gateway.replicas import MAX_BODY_BYTES, REPLICA, Handler, content_of
 from phaseloom.gateway.tenants import Tenant
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,6 @@ PREFIX = "/api/v1"
 _TINKER = "/api/"
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 """OpenAI's names for errors."""
-MAX_BODY_BYTES = 64 * 2**20
 INLINE_BYTES = 2**18
 """A larger body is decoded by a worker process."""
 _DECODE_S = 10.0
@@ -43,8 +43,6 @@ WORKERS: web.AppKey[WorkerPool] = web.AppKey("workers", WorkerPool)
 _MAX_MESSAGE_CHARS = 2000
 _PAGE = 100
 """Number of listed items if a request does not specify it."""
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Unauthorized(Exception):
@@ -88,16 +86,11 @@ async def worked_out(
 
 async def body_of(request: web.Request, kind: type[T]) -> T:
     """Return the JSON body of a request. Raises: CallerError: as `decoded`."""
-    return decoded(await content_of(request) or b"{}", kind)
-
-
-def decoded(content: bytes, kind: type[T]) -> T:
-    """Decode a JSON object. Raises: CallerError: it is invalid; names the field."""
-    try:
-        return msgspec.json.decode(content, type=kind)
-    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
-        message, _, location = str(error).partition(" - at `$")
-        raise CallerError(message, field=location.strip("`.")) from error
+    content = await content_of(request) or b"{}"
+    if len(content) <= INLINE_BYTES:
+        return decoded(content, kind)
+    short = await worked_out(request, fields_of, content, kind.__module__, kind.__qualname__)
+    return msgspec.json.decode(short, type=kind)
 
 
 def page_of(request: web.Request, items: list[T]) -> tuple[list[T], dict[str, int]]:

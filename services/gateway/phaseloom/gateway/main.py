@@ -13,23 +13,38 @@ from aiohttp import web
 
 from phaseloom.client import CallerError, connect
 from phaseloom.common.process import config, lifecycle
-from phaseloom.common.process.workers import WorkerPool
+from phaseloom.common.process.workers import Turns, WorkerPool
 from phaseloom.common.transport import connection
 from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
 from phaseloom.common.transport.serving import service_bus
 from phaseloom.gateway import checkpoints, openai, tinker
 from phaseloom.gateway.futures import Futures
-from phaseloom.gateway.http import MAX_BODY_BYTES, WORKERS, answered
+from phaseloom.gateway.http import WORKERS, answered
 from phaseloom.gateway.models import Backends, Models
 from phaseloom.gateway.records import Book
-from phaseloom.gateway.replicas import PEERS, REPLICA, Replica, Seat, passed_on, peers
+from phaseloom.gateway.replicas import (
+    MAX_BODY_BYTES,
+    PEERS,
+    REPLICA,
+    Replica,
+    Seat,
+    passed_on,
+    peers,
+)
 from phaseloom.gateway.tenants import Tenant
 from phaseloom.gateway.tinker.sessions import end_silent_sessions
 from phaseloom.gateway.tokenizers import TOKENIZERS, Tokenizers
 
 log = logging.getLogger(__name__)
 
-_WORKER_MODULES = ("phaseloom.gateway.core.convert",)
+_WORKER_MODULES = (
+    "phaseloom.gateway.core.convert",
+    "phaseloom.gateway.core.templates",
+    "phaseloom.gateway.tinker.requests",
+)
+_NUM_WORKERS = 3
+_MAX_WAITING = 1024
+"""Calls of one tenant that may wait for a worker process or for a thread."""
 _END_S = 2.0
 """Time that calls waiting for a promise may continue after a stop was requested."""
 
@@ -129,8 +144,13 @@ async def serve(stop: asyncio.Event) -> None:
             app.add_routes(openai.routes)
             app[REPLICA] = Replica(settings.keys, seats)
             app[TOKENIZERS] = Tokenizers()
-            async with peers() as app[PEERS], WorkerPool(_WORKER_MODULES) as app[WORKERS]:
+            app[openai.ENCODING] = Turns(num_slots=2, slots_per_key=1, max_waiting=_MAX_WAITING)
+            async with peers() as app[PEERS], workers() as app[WORKERS]:
                 await _listen(app, settings, listener, seats, stop)
+
+
+def workers() -> WorkerPool:
+    return WorkerPool(_WORKER_MODULES, num_workers=_NUM_WORKERS, max_waiting=_MAX_WAITING)
 
 
 async def _check_passwords(settings: GatewayConfig, url: str) -> None:
@@ -170,7 +190,7 @@ async def _listen(
 
     Args: listener: the socket at which other replicas reach this one.
     """
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_END_S)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_END_S, auto_decompress=False)
     await runner.setup()
     keeping = [asyncio.create_task(seat.keep()) for seat in seats]
     try:

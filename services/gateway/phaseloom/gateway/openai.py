@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -33,122 +33,29 @@ from phaseloom.client import (
     outcome_of,
 )
 from phaseloom.common.process import lifecycle
+from phaseloom.common.process.workers import Turns
 from phaseloom.common.text.parts import TextParts
-from phaseloom.gateway.http import body_of, decoded, error_body, status_of, tenant_of
+from phaseloom.gateway.core import bodies
+from phaseloom.gateway.core.bodies import Asked, Body, Chat, Complete, StreamOptions, Tokens
+from phaseloom.gateway.core.templates import rendered_json
+from phaseloom.gateway.http import WORKERS, error_body, status_of, tenant_of, worked_out
 from phaseloom.gateway.models import Draw
 from phaseloom.gateway.records import CheckpointRecord
-from phaseloom.gateway.replicas import HUNG_UP, LOOK_S
+from phaseloom.gateway.replicas import HUNG_UP, LOOK_S, content_of
 from phaseloom.gateway.sampling import Source, check_samples, source_of
 from phaseloom.gateway.tenants import Tenant
-from phaseloom.gateway.tokenizers import TOKENIZERS, ModelTokenizer
+from phaseloom.gateway.tokenizers import TOKENIZERS, ModelTokenizer, Turn
 
 PREFIX = "/v1"
 _DEFAULT_TOKENS = 16
-
-_WITHOUT_EFFECT = frozenset(
-    {
-        *("metadata", "user", "safety_identifier", "cache_salt"),
-        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-        *("include_obfuscation", "detokenize", "spaces_between_special_tokens"),
-    }
-)
-"""Fields that never change an answer and are ignored."""
-_NOTHING_ASKED: dict[str, tuple[object, ...]] = {
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (False,),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "continue_final_message": (False,),
-    "continuous_usage_stats": (False,),
-    "echo": (False,),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "priority": (0,),
-    "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
-    "store": (False,),
-    "suffix": ("",),
-    "verbosity": ("medium",),
-}
-"""Values, besides null, with which an unsupported field requests nothing."""
+_MAX_ANSWER_BYTES = 128 * 2**20
+"""Maximum bytes of the tokens and log-probabilities of an answer."""
+_RENDER_S = 2.0
+"""Processor time that rendering a chat template may take."""
+ENCODING: web.AppKey[Turns] = web.AppKey("encoding", Turns)
+"""The turns in which tenants use threads to encode long texts."""
 
 routes = web.RouteTableDef()
-
-
-class StreamOptions(msgspec.Struct, frozen=True):
-    include_usage: bool = False
-
-
-class _Asked(msgspec.Struct, frozen=True):
-    """Fields that completions and chat completions share."""
-
-    model: str
-    n: int = 1
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    include_stop_str_in_output: bool = False
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
-
-
-class Complete(_Asked, frozen=True, kw_only=True):
-    prompt: Any
-    """A text, tokens, or a list of either."""
-    logprobs: int | None = None
-    add_special_tokens: bool = True
-    """Whether the tokenizer adds its special tokens to a text, such as the one at the beginning."""
-
-
-class Chat(_Asked, frozen=True, kw_only=True):
-    messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
-class TokenSampling(_Asked, frozen=True, kw_only=True):
-    """The `sampling_params` of a token request."""
-
-    model: str = ""
-    logprobs: int | None = None
-
-
-class Tokens(msgspec.Struct, frozen=True):
-    model: str
-    token_ids: list[int]
-    sampling_params: TokenSampling = TokenSampling()
-    request_id: str = ""
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-
-
-_INNER: dict[str, type[msgspec.Struct]] = {
-    "sampling_params": TokenSampling,
-    "stream_options": StreamOptions,
-}
-"""Types of the fields that are objects themselves."""
-_Fields = dict[str, msgspec.Raw]
-_T = TypeVar("_T", Complete, Chat, Tokens)
 
 
 @dataclass(frozen=True)
@@ -157,7 +64,7 @@ class Call:
 
     tenant: Tenant
     source: Source
-    body: _Asked
+    body: Asked
     tokenizer: ModelTokenizer | None = None
     """None: the request has tokens only, and so has the answer."""
 
@@ -233,43 +140,20 @@ class Form:
     has_offsets: bool = False
 
 
-async def _read(request: web.Request, kind: type[_T]) -> _T:
-    """Read the body of a request. Raises: CallerError: it is invalid or requests something
-    unsupported; names the field."""
-    fields = await body_of(request, _Fields)
-    return decoded(msgspec.json.encode(_served(fields, kind, "")), kind)
+async def _read(request: web.Request, kind: type[Asked | Tokens]) -> Body:
+    """Read the body of a request. Raises: CallerError: as `bodies.read`."""
+    return await worked_out(request, bodies.read, await content_of(request), kind.__name__)
 
 
-def _served(given_fields: _Fields, kind: type[msgspec.Struct], prefix: str) -> dict[str, Any]:
-    """Return the supported fields of an object that are not null.
-
-    Args:   kind: the type of the object.
-            prefix: prefix of its fields' names in errors.
-    Raises: CallerError: an unsupported field requests something.
-    """
-    fields: dict[str, Any] = {}
-    for name, value in given_fields.items():
-        field = prefix + name
-        if bytes(value) == b"null" or name in _WITHOUT_EFFECT:
-            continue
-        if name in _INNER and name in kind.__struct_fields__:
-            fields[name] = _served(decoded(bytes(value), _Fields), _INNER[name], f"{field}.")
-        elif name in kind.__struct_fields__:
-            fields[name] = value
-        elif decoded(bytes(value), object) not in _NOTHING_ASKED.get(name, ()):
-            raise CallerError(
-                f"{field} is not supported",
-                field=field,
-                remedy="omit it; docs/gateway.md lists the supported arguments",
-            )
-    return fields
+def _turn(request: web.Request, tenant: Tenant) -> Turn:
+    return lambda: request.app[ENCODING].turn(tenant.name)
 
 
-def _stops(body: _Asked) -> list[str]:
+def _stops(body: Asked) -> list[str]:
     return [body.stop] if isinstance(body.stop, str) else body.stop or []
 
 
-def _sampling(body: _Asked, max_tokens: int, top: int) -> SamplingParams:
+def _sampling(body: Asked, max_tokens: int, top: int) -> SamplingParams:
     optional_values: dict[str, Any] = {
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -311,15 +195,18 @@ def _model(name: str) -> dict[str, Any]:
 
 @routes.post(PREFIX + "/completions")
 async def completions(request: web.Request) -> web.StreamResponse:
-    tenant, body = tenant_of(request), await _read(request, Complete)
+    tenant, given = tenant_of(request), await _read(request, Complete)
+    body = msgspec.json.decode(given.fields, type=Complete)
     source = await source_of(tenant, body.model)
     tokenizer = await request.app[TOKENIZERS].of(source.base)
     call = Call(tenant, source, body, tokenizer)
     prompts = [
-        tokenizer.encode(prompt, special=body.add_special_tokens)
-        if isinstance(prompt, str)
-        else prompt
-        for prompt in _prompts(body.prompt)
+        int32s(prompt.tokens)
+        if prompt.text is None
+        else await tokenizer.encode_within(
+            prompt.text, source.context, _turn(request, tenant), special=body.add_special_tokens
+        )
+        for prompt in given.prompts
     ]
 
     def choice(index: int, part: Part) -> dict[str, Any]:
@@ -348,15 +235,23 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 @routes.post(PREFIX + "/chat/completions")
 async def chat(request: web.Request) -> web.StreamResponse:
-    tenant, body = tenant_of(request), await _read(request, Chat)
+    tenant, given = tenant_of(request), await _read(request, Chat)
+    body = msgspec.json.decode(given.fields, type=Chat)
     _check_chat(body)
     source = await source_of(tenant, body.model)
     tokenizer = await request.app[TOKENIZERS].of(source.base)
     call = Call(tenant, source, body, tokenizer)
-    values = {**(body.chat_template_kwargs or {})}
-    if body.tools and body.tool_choice != "none":
-        values["tools"] = body.tools
-    tokens = tokenizer.chat(body.messages, values)
+    text = await request.app[WORKERS].run(
+        rendered_json,
+        tokenizer.templates,
+        tokenizer.special_texts,
+        given.conversation,
+        body.tool_choice != "none",
+        deadline_s=_RENDER_S,
+        what=f"the chat template of model {source.base.name!r}",
+        key=tenant.name,
+    )
+    tokens = await tokenizer.encode_within(text, source.context, _turn(request, tenant))
     message = "delta" if body.stream else "message"
 
     def choice(index: int, part: Part) -> dict[str, Any]:
@@ -403,7 +298,8 @@ def _check_chat(body: Chat) -> None:
 @routes.post("/inference/v1/generate")
 async def tokens(request: web.Request) -> web.StreamResponse:
     """Sample from tokens and return tokens, in the form of vLLM that agent frameworks use."""
-    tenant, body = tenant_of(request), await _read(request, Tokens)
+    tenant, given = tenant_of(request), await _read(request, Tokens)
+    body = msgspec.json.decode(given.fields, type=Tokens)
     params = msgspec.structs.replace(
         body.sampling_params,
         stream=body.stream,
@@ -421,27 +317,9 @@ async def tokens(request: web.Request) -> web.StreamResponse:
         }
 
     form = Form({"request_id": body.request_id or uuid.uuid4().hex}, choice, has_text=False)
+    prompts = [int32s(prompt.tokens) for prompt in given.prompts]
     limit = _DEFAULT_TOKENS if params.max_tokens is None else params.max_tokens
-    return await _answer(
-        request, call, form, [body.token_ids], limit=limit, top=params.logprobs or 0
-    )
-
-
-def _prompts(prompt: object) -> list[str | list[int]]:
-    """Return the prompts of a request, each as a text or as tokens.
-
-    Raises: CallerError: the field is neither a prompt nor a list of prompts.
-    """
-    kinds: tuple[Any, ...] = (str | list[int], list[str], list[list[int]])
-    for kind in kinds:
-        with suppress(msgspec.ValidationError):
-            prompts: Any = msgspec.convert(prompt, kind)
-            return [prompts] if kind is kinds[0] else [*prompts]
-    raise CallerError(
-        "prompt must be a text, a list of tokens, or a list of one of these",
-        field="prompt",
-        remedy="give one of these",
-    )
+    return await _answer(request, call, form, prompts, limit=limit, top=params.logprobs or 0)
 
 
 def _token_id(token: int) -> str:
@@ -518,6 +396,13 @@ async def _answer(
     """Sample from the prompts and write the answer. If the caller disconnects, sampling is
     cancelled."""
     handles: list[GenerateHandle] = []
+    num_bytes = len(prompts) * call.body.n * min(limit, call.source.context) * 8 * (1 + top)
+    if num_bytes > _MAX_ANSWER_BYTES:
+        raise CallerError(
+            f"the answer may have {num_bytes} bytes, but at most {_MAX_ANSWER_BYTES} are allowed",
+            field="max_tokens",
+            remedy="request fewer tokens, samples or log-probabilities, or send several requests",
+        )
 
     async def submitted(tokens: list[int]) -> GenerateHandle:
         handle = await call.submit(tokens, limit, top)
@@ -571,12 +456,15 @@ class _Answer:
             for prompt, result in enumerate(results)
             for sample, sequence in enumerate(result.sequences[0])
         ]
-        choices = await asyncio.to_thread(lambda: [*map(self._choice, pieces)])
+        choices = await asyncio.to_thread(
+            lambda: [msgspec.Raw(msgspec.json.encode(self._choice(piece))) for piece in pieces]
+        )
         answer = {**self._form.envelope, **self._form.once}
         # OpenAI's clients can read this field; here it names the job that sampled.
         tenant, job, *_ = handles[0].key.split(".")
         answer["system_fingerprint"] = f"{tenant}.{job}"
-        return web.json_response({**answer, "choices": choices, "usage": self._usage()})
+        content = msgspec.json.encode({**answer, "choices": choices, "usage": self._usage()})
+        return web.Response(body=content, content_type="application/json")
 
     async def stream(self, handles: list[GenerateHandle]) -> web.StreamResponse:
         """Write the pieces of all samples as they are drawn.

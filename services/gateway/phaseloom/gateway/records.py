@@ -18,13 +18,14 @@ import msgspec
 import nats.errors
 
 from phaseloom.client import Adapter, Lost
-from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.keys import Conflict
 
 log = logging.getLogger(__name__)
 
+_MAX_RECORDS = 100_000
 _PATIENCE_S = 30.0
 _PAUSE_S = 0.2
 
@@ -164,7 +165,15 @@ class Book:
         """Write a record. If NATS is away, wait for it, at most `_PATIENCE_S`.
 
         Raises: Lost: another gateway has written the record. nats.errors.Error: NATS stayed away.
+                ResourceError: RESOURCE_EXHAUSTED: the tenant has too many records.
         """
+        is_new = (type(record), record.tenant, record.id) not in self._records
+        if is_new and len(self._records) >= _MAX_RECORDS:
+            raise ResourceError(
+                f"a tenant may have at most {_MAX_RECORDS} sessions, models and checkpoints",
+                code=Code.RESOURCE_EXHAUSTED,
+                remedy="end sessions and delete checkpoints that are no longer needed",
+            )
         key, value = _key(record), msgspec.json.encode(record)
         deadline = time.monotonic() + _PATIENCE_S
         while True:

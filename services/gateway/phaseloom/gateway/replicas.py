@@ -14,8 +14,9 @@ import hmac
 import io
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from contextlib import suppress
+import zlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import aiohttp
@@ -23,7 +24,7 @@ import nats.errors
 from aiohttp import web
 from yarl import URL
 
-from phaseloom.client import CallerError, PhaseloomError, ResourceError
+from phaseloom.client import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.bus import Bus
@@ -46,11 +47,17 @@ LOOK_S = 1.0
 """Interval at which a waiting call checks whether its caller is still connected."""
 HUNG_UP = 499
 """HTTP status, for logs, of an answer that nobody reads; nginx uses it too."""
+MAX_CALLS = 8192
+"""Calls of a tenant that may be open at once."""
+MAX_OPEN_BYTES = 256 * 2**20
+"""Maximum bytes of the bodies of a tenant's open calls."""
+MAX_BODY_BYTES = 64 * 2**20
 _TIMEOUT = aiohttp.ClientTimeout(total=None, connect=2.0, sock_read=600.0)
 _PASSED = ("Content-Type", "Accept", "Authorization", "X-API-Key", "Host", "X-Forwarded-Proto")
 _PASSED_BACK = ("Content-Type", "Content-Length")
 """Headers of a streamed answer that are copied."""
 ARCHIVE_TYPE = "application/x-tar"
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _STREAMS = ("text/event-stream", ARCHIVE_TYPE)
 
 
@@ -69,9 +76,36 @@ class Seat:
         self.name = tenant
         self.tenant: Tenant | None = None
         """None: another replica serves the tenant."""
+        self.num_calls = 0
+        self.num_bytes = 0
+        """Bytes of the bodies of open calls."""
         self._bus = bus
         self._address = address
         self._serve = serve
+
+    @contextmanager
+    def opened(self, request: web.Request) -> Iterator[None]:
+        """Count a call while it is open.
+
+        Raises: ResourceError: RESOURCE_EXHAUSTED: too many calls are open, or their bodies are too
+                large together.
+        """
+        length = request.content_length
+        num_bytes = length if length is not None else MAX_BODY_BYTES * request.can_read_body
+        if self.num_calls >= MAX_CALLS or self.num_bytes + num_bytes > MAX_OPEN_BYTES:
+            raise ResourceError(
+                f"at most {MAX_CALLS} calls of a tenant, with bodies of {MAX_OPEN_BYTES} bytes "
+                "together, may be open at once",
+                code=Code.RESOURCE_EXHAUSTED,
+                remedy="wait for the answers of some calls first",
+            )
+        self.num_calls += 1
+        self.num_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self.num_calls -= 1
+            self.num_bytes -= num_bytes
 
     async def keep(self) -> None:
         """Serve the tenant whenever no other replica does, until cancelled."""
@@ -152,25 +186,56 @@ async def content_of(request: web.Request) -> bytes:
     """Return the body of a request. Raises: CallerError: the caller disconnected or sent invalid
     HTTP."""
     try:
-        return await request.read()
+        content = await request.read()
     except (ConnectionResetError, web.RequestPayloadError) as error:
         raise CallerError(
             f"the body arrived incomplete: {error}", field="body", remedy="send it again"
         ) from error
+    encoding = request.headers.get("Content-Encoding", "identity").lower()
+    if encoding == "identity" or not content:
+        return content
+    if encoding not in ("gzip", "deflate"):
+        raise CallerError(
+            f"a body encoded as {encoding[:64]!r} is not supported",
+            field="Content-Encoding",
+            remedy="send it without encoding, or as gzip",
+        )
+    return await asyncio.to_thread(_decompressed, content)
+
+
+def _decompressed(content: bytes) -> bytes:
+    """Decompress a body, in a thread. Raises: CallerError: it is invalid."""
+    decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip or zlib
+    try:
+        plain = decompressor.decompress(content, MAX_BODY_BYTES + 1)
+    except zlib.error as error:
+        raise CallerError(
+            f"the body cannot be decompressed: {error}", field="body", remedy="send it again"
+        ) from error
+    if len(plain) > MAX_BODY_BYTES:
+        raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, len(plain))
+    if not decompressor.eof:
+        raise CallerError("the body arrived incomplete", field="body", remedy="send it again")
+    return plain
 
 
 @web.middleware
-async def passed_on(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def passed_on(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer a call here if this replica serves the tenant; otherwise forward it to the one that
     does.
 
-    Raises: ResourceError: no replica serves the tenant.
+    Raises: ResourceError: no replica serves the tenant, or it has too many open calls.
     """
     seat = request.app[REPLICA].seat(request)
     if seat is None or request.match_info.http_exception is not None:  # there is no such call
         return await handler(request)
+    with seat.opened(request):
+        return await _answered_somewhere(request, handler, seat)
+
+
+async def _answered_somewhere(
+    request: web.Request, handler: Handler, seat: Seat
+) -> web.StreamResponse:
     deadline = time.monotonic() + _SEARCH_S
     while request.transport is not None:
         tenant = seat.tenant

@@ -55,8 +55,13 @@ class TextCodec:
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Encode a text. Args: special: add special tokens, such as the initial one."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        # Unlike `encode`, this lets other threads run meanwhile.
+        encoded = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
+        ids: list[int] = encoded.ids
         return ids
+
+    def num_tokens(self, text: str) -> int:
+        return len(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Decode tokens, before spaces are cleaned up. Args: special: include special tokens."""

@@ -11,6 +11,7 @@ DIRECTORY`), which writes the facts to its standard output. That costs 1.5 s of 
 
 from __future__ import annotations
 
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ import msgspec
 
 TOKENIZER_FILE = "tokenizer.json"
 DEFAULT_TEMPLATE = "default"
+MAX_FILE_BYTES = 64 * 2**20
+_MAX_MEMORY_BYTES = 4 * 2**30
+"""What the program may use. A malformed file can need any amount."""
 
 
 class TokenizerFacts(msgspec.Struct, frozen=True):
@@ -42,6 +46,9 @@ def read_tokenizer(directory: Path) -> TokenizerFacts:
 
     if not (directory / TOKENIZER_FILE).is_file():
         raise FileNotFoundError(f"{directory / TOKENIZER_FILE} is missing")
+    num_bytes = (directory / TOKENIZER_FILE).stat().st_size
+    if num_bytes > MAX_FILE_BYTES:
+        raise ValueError(f"{TOKENIZER_FILE} has {num_bytes} bytes, more than {MAX_FILE_BYTES}")
     factory: Any = AutoTokenizer
     backend: Any = TokenizersBackend
     options = {"local_files_only": True, "trust_remote_code": False}
@@ -70,6 +77,7 @@ def read_tokenizer(directory: Path) -> TokenizerFacts:
 
 if __name__ == "__main__":
     sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers do not need it
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     try:
         facts = read_tokenizer(Path(sys.argv[1]))
     except Exception as problem:  # the parent reports it

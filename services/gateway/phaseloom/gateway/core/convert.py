@@ -16,7 +16,7 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 from msgspec.structs import replace
 
-from phaseloom.client.batches import split_batch
+from phaseloom.client.batches import pack_prompt, split_batch
 from phaseloom.common.contract.arrays import (
     Float32s,
     Int32s,
@@ -36,6 +36,7 @@ from phaseloom.common.contract.operations import (
     ForwardResult,
     GenerateResult,
     Loss,
+    Prompt,
     SamplingParams,
 )
 from phaseloom.gateway.core import wire
@@ -490,11 +491,11 @@ def sampling(params: SampleParams, prompt_tokens: int, context: int) -> Sampling
     Raises: CallerError: the prompt fills the context.
     """
     room = context - prompt_tokens
-    if room < 1:
+    if room < 1 or not prompt_tokens:
         raise CallerError(
-            f"a prompt of {prompt_tokens} tokens leaves no room in a context of {context}",
+            f"a prompt must have 1 to {context - 1} tokens, got {prompt_tokens}",
             field="prompt",
-            remedy="shorten it",
+            remedy=f"use 1 to {context - 1}",
         )
     stop = params.stop or []
     stops: Sequence[str | int] = [stop] if isinstance(stop, str | int) else stop
@@ -509,9 +510,9 @@ def sampling(params: SampleParams, prompt_tokens: int, context: int) -> Sampling
     )
 
 
-def prompt_tokens(prompt: ModelInput) -> list[int]:
-    """Return the tokens of an SDK's `ModelInput`. Raises: CallerError: it has chunks that are not
-    text."""
+def prompt_tokens(prompt: ModelInput) -> bytes:
+    """Return the packed tokens of an SDK's `ModelInput`. Raises: CallerError: it has chunks that
+    are not text, or a token is not an int32."""
     tokens: list[int] = []
     for index, chunk in enumerate(prompt.chunks):
         if chunk.type != "encoded_text":
@@ -521,8 +522,4 @@ def prompt_tokens(prompt: ModelInput) -> list[int]:
                 remedy="remove images",
             )
         tokens += chunk.tokens
-    if not tokens:
-        raise CallerError(
-            "the prompt must have at least one token", field="prompt", remedy="give a token"
-        )
-    return tokens
+    return bytes(pack_prompt(Prompt(tokens), "prompt").tokens)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from phaseloom.client import Adapter, CallerError
 from phaseloom.common.contract.checks import MAX_TOP_LOGPROBS
 from phaseloom.common.contract.specs import ALL_ATTENTION, ALL_MLP, UNEMBED
 from phaseloom.gateway.core import convert
+from phaseloom.gateway.core.bodies import check_short, decoded
 from phaseloom.gateway.sampling import check_samples
 
 _MAX_NAME_CHARS = 256
@@ -216,6 +218,19 @@ class Sample(Loose, frozen=True):
                 field="record_stability_info",
                 remedy="omit it; it belongs to the loss stable_reinforce, which is not supported",
             )
+
+
+def read_sample(content: bytes) -> tuple[bytes, bytes]:
+    """Read the body of a sample. Returns: it in JSON without its prompt, and the tokens of
+    the prompt.
+
+    Raises: CallerError: it is invalid; names the field.
+    """
+    sample = decoded(content or b"{}", Sample)
+    short = replace(sample, prompt=convert.ModelInput())
+    content = msgspec.json.encode(short)
+    check_short(content, msgspec.structs.asdict(short))
+    return content, convert.prompt_tokens(sample.prompt)
 
 
 class RetrieveFuture(Loose, frozen=True):

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
+import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
 from phaseloom.client import Prompt, outcome_of
 from phaseloom.gateway.core import convert
 from phaseloom.gateway.futures import Answer
-from phaseloom.gateway.http import PREFIX, body_of, tenant_of
+from phaseloom.gateway.http import PREFIX, body_of, tenant_of, worked_out
 from phaseloom.gateway.models import Draw
 from phaseloom.gateway.records import SamplerRecord, SessionRecord
+from phaseloom.gateway.replicas import content_of
 from phaseloom.gateway.sampling import source_of
 from phaseloom.gateway.tinker.calls import answer_with
-from phaseloom.gateway.tinker.requests import CreateSamplingSession, Sample
+from phaseloom.gateway.tinker.requests import CreateSamplingSession, Sample, read_sample
 
 routes = web.RouteTableDef()
 
@@ -43,14 +46,16 @@ async def get_sampler(request: web.Request) -> web.Response:
 
 @routes.post(PREFIX + "/asample")
 async def sample(request: web.Request) -> web.Response:
-    tenant, body = tenant_of(request), await body_of(request, Sample)
+    tenant = tenant_of(request)
+    short, tokens = await worked_out(request, read_sample, await content_of(request))
+    body = msgspec.json.decode(short, type=Sample)
     body.check()
     source = await source_of(tenant, body.sampling_session_id)
     name = f"{body.sampling_session_id}:{body.seq_id}"
     promise = tenant.futures.find(name)
     if promise is None:
-        tokens = convert.prompt_tokens(body.prompt)
-        sampling = convert.sampling(body.sampling_params, len(tokens), source.context)
+        num_tokens = len(tokens) // 4
+        sampling = convert.sampling(body.sampling_params, num_tokens, source.context)
         num_top, num_prompt_top = body.topk_sample_logprobs, body.topk_prompt_logprobs
         sampling = replace(sampling, top_logprobs=num_top)
         seed = body.sampling_params.seed
@@ -68,8 +73,11 @@ async def sample(request: web.Request) -> web.Response:
                 ),
             )
             await drawing.comes_from(handle)
-            last_n = body.prompt_logprobs_last_n or len(tokens)
-            return convert.sampled_output(await outcome_of(handle), num_top, num_prompt_top, last_n)
+            last_n = body.prompt_logprobs_last_n or num_tokens
+            result = await outcome_of(handle)
+            return await asyncio.to_thread(
+                convert.sampled_output, result, num_top, num_prompt_top, last_n
+            )
 
         promise = drawing = tenant.futures.promise(name, draw)
     sequences = [f"{name}:{index}" for index in range(body.num_samples)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -158,7 +159,7 @@ def _trained(opened: Opened, seq: int, call: convert.Converted) -> tuple[str, Pr
     async def answer(result: Any) -> Answer:
         is_forward = isinstance(result, ops.ForwardResult)
         metrics = convert.forward_loss(call.weights, result) if is_forward else result.metrics
-        return convert.trained_output(result, metrics, call.num_targets)
+        return await asyncio.to_thread(convert.trained_output, result, metrics, call.num_targets)
 
     if call.refusal is None:
         return opened.promise(seq, call.args, answer, call.num_targets)

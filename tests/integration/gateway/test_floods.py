@@ -1,0 +1,122 @@
+"""Long texts, large bodies and templates without bounds are refused, and nobody waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+import torch
+
+from tests.support.directories import short_directory
+from tests.support.gateway import OTHER, Served, serving
+from tests.support.pretrained import save_model
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
+TEMPLATES = {
+    "endless": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "huge": "{{ 'a' * 10**10 }}",
+    "long": "{% for i in range(9999) %}{{ 'a' * 2000 }}{% endfor %}",
+    "range": "{% for i in range(10**9) %}{% endfor %}",
+    "type": "{{ 1 + 'a' }}",
+    "zero": "{{ 1 / 0 }}",
+    "none": "{{ messages.none.none }}",
+    "deep": "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+    "syntax": "{% for %}",
+    "power": "{{ 9 ** (9 ** 9) }}",
+    "surrogate": "{{ '\\ud800' }}",
+    "json": "{{ messages | tojson(indent=10**10) }}",
+    "unsafe": "{{ ''.__class__.__mro__ }}",
+}
+MAX_PAUSE_S = 1.0
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served() -> AsyncIterator[Served]:
+    with short_directory() as directory:
+        models: dict[str, Any] = {}
+        for name, template in TEMPLATES.items():
+            models[name] = await asyncio.to_thread(save_model, directory / name, torch.float32)
+            (models[name] / "chat_template.jinja").write_text(template)
+        async with serving(directory, **models) as running:
+            yield running
+
+
+class Caller:
+    def __init__(self, http: aiohttp.ClientSession, key: str) -> None:
+        self._http = http
+        self._headers = {"Authorization": f"Bearer {key}"}
+
+    async def __call__(self, path: str, body: Any) -> tuple[int, dict[str, Any]]:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {**self._headers, "Content-Type": "application/json"}
+        async with self._http.post(path, data=io.BytesIO(content), headers=headers) as answer:
+            return answer.status, await answer.json()
+
+
+async def longest_pause_s(caller: Caller, done: asyncio.Event) -> float:
+    """The longest time of a call of another tenant, until something is done."""
+    longest = 0.0
+    while not done.is_set():
+        start_s = time.monotonic()
+        status, _ = await caller("/api/v1/weights_info", {"tinker_path": "none"})
+        assert status == 404
+        longest = max(longest, time.monotonic() - start_s)
+        await asyncio.sleep(0.01)
+    return longest
+
+
+async def test_long_inputs_are_refused_and_nobody_waits(served: Served) -> None:
+    text = "w1 w2 w3 " * 100
+    nested = b"[" * 2_000_000 + b"]" * 2_000_000
+    user = {"role": "user", "content": text * 8000}
+    sampler = {"sampling_session_id": "none", "seq_id": 1, "sampling_params": {}}
+    chunk = {"type": "encoded_text", "tokens": [1] * 1_000_000}
+    wrongs: list[tuple[str, Any, str]] = [
+        ("/v1/completions", {"model": "tiny", "prompt": text * 1000}, "at most"),
+        ("/v1/completions", {"model": "tiny", "prompt": text * 17_000}, "bytes of text"),
+        ("/v1/completions", {"model": "tiny", "prompt": [text] * 3000}, "at most 2048 prompts"),
+        ("/v1/completions", {"model": "tiny", "prompt": [1] * 3_000_000}, "must have 1 to 63"),
+        ("/v1/completions", {"model": "tiny", "prompt": [[2**40] * 200_000]}, "int32"),
+        ("/v1/completions", {"model": "tiny", "prompt": [1], "stop": [text] * 400}, "stop"),
+        ("/v1/completions", b'{"model": "tiny", "prompt": ' + nested + b"}", "recursion"),
+        ("/v1/completions", b'{"model": "tiny", "prompt": [1], "x": ' + nested + b"}", "recursion"),
+        ("/v1/completions", b'{"model": "tiny", ' + b'"x": 1, ' * 500_000 + b'"y": 1}', "x"),
+        ("/v1/chat/completions", {"model": "tiny", "messages": [user]}, "at most"),
+        ("/v1/chat/completions", {"model": "tiny", "messages": [{}] * 500_000}, "1 to 63"),
+        ("/inference/v1/generate", {"model": "tiny", "token_ids": [1] * 2_000_000}, "1 to 63"),
+        ("/api/v1/create_session", {"user_metadata": {"a": "b" * 5_000_000}}, "user_metadata"),
+        ("/api/v1/asample", {**sampler, "prompt": {"chunks": [chunk]}}, "1 to 63"),
+    ]
+    async with aiohttp.ClientSession(served.url) as http:
+        flood, victim = Caller(http, served.key()), Caller(http, served.key(OTHER))
+        warm = {"model": "tiny", "messages": [{"role": "user", "content": "w1"}], "max_tokens": 1}
+        assert (await flood("/v1/chat/completions", warm))[0] == 200
+        done = asyncio.Event()
+        watching = asyncio.create_task(longest_pause_s(victim, done))
+        answers = [await flood(path, body) for path, body, _ in wrongs]
+        done.set()
+        for (path, _, why), (status, answer) in zip(wrongs, answers, strict=True):
+            assert (status in (400, 404), why in str(answer)) == (True, True), (path, why, answer)
+        assert await watching < MAX_PAUSE_S
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_template_without_bounds_is_the_callers_error(served: Served, name: str) -> None:
+    body = {"model": name, "messages": [{"role": "user", "content": "w1"}], "max_tokens": 1}
+    async with aiohttp.ClientSession(served.url) as http:
+        flood, victim = Caller(http, served.key()), Caller(http, served.key(OTHER))
+        # The first call reads the tokenizer.
+        await flood("/v1/completions", {"model": name, "prompt": "w1", "max_tokens": 0})
+        done = asyncio.Event()
+        watching = asyncio.create_task(longest_pause_s(victim, done))
+        status, answer = await flood("/v1/chat/completions", body)
+        done.set()
+        assert (status, "template" in answer["error"]["message"]) == (400, True), answer
+        assert await watching < MAX_PAUSE_S
