@@ -14,6 +14,7 @@ from loadtest.hostile.floods import VICTIM_RATE, Latencies
 _TEXT = "the quick brown fox jumps over the lazy dog 12 " * 350_000
 """16 MiB of text, far above the context of the model."""
 _REQUESTS = 6
+_NO_ANSWER = 0
 _TIMEOUT = aiohttp.ClientTimeout(total=120)
 
 
@@ -51,9 +52,12 @@ def _session(url: str, key: str) -> aiohttp.ClientSession:
 
 async def _complete(session: aiohttp.ClientSession, model: str, prompt: Any) -> int:
     body = {"model": model, "prompt": prompt, "max_tokens": 1}
-    async with session.post("/v1/completions", json=body) as answer:
-        await answer.read()
-        return answer.status
+    try:
+        async with session.post("/v1/completions", json=body) as answer:
+            await answer.read()
+            return answer.status
+    except (aiohttp.ClientError, TimeoutError):
+        return _NO_ANSWER
 
 
 def save_model(directory: Path) -> Path:
