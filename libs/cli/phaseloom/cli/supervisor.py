@@ -78,6 +78,7 @@ _REPLACED = "silent for {:.1f} s although it could run; killed and started again
 _PROBE_S = 1.0
 """How often a NATS server must answer."""
 _ROOM_PAUSE_S = 0.5
+_NOTICE_TRIES = 6
 _LONGEST_WRITE_PAUSE_S = 60.0
 _FULL_BYTES = 2**20
 """A disk with less free space than this counts as full."""
@@ -506,11 +507,16 @@ class Mesh:
 
     async def _notice(self, event: str, reason: str, subject: str) -> None:
         assert self._bus is not None
-        try:
-            await self._bus.notice("supervisor", event, reason, subject)
-        # the server may be the subject of the notice
-        except (NatsError, NatsTimeoutError) as error:
-            log.warning("the notice could not be published: %r", error)
+        for number in range(_NOTICE_TRIES):
+            try:
+                await self._bus.notice("supervisor", event, reason, subject)
+            # The server may be the subject of the notice, and has just been restarted.
+            except (NatsError, NatsTimeoutError) as error:
+                level = logging.WARNING if number == _NOTICE_TRIES - 1 else logging.DEBUG
+                log.log(level, "the notice could not be published: %r", error)
+                await asyncio.sleep(_ROOM_PAUSE_S)
+            else:
+                return
 
     def _write_state(self) -> None:
         pids = {c.spec.name: c.process.pid for c in self._children if c.process}

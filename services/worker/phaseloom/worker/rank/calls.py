@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from msgspec.structs import replace
 
 from phaseloom.common.contract.codec import MSGPACK, encode
@@ -160,6 +159,8 @@ def check_numbers(result: Result | None) -> None:
             raise _nonfinite("the logits of a sample")
     else:
         return
+    import numpy as np  # a rank's process begins without it
+
     for value in values:
         numbers = np.asarray(value if isinstance(value, list) else np.frombuffer(value, "<f4"))
         if np.isnan(numbers).any() or np.isposinf(numbers).any():
