@@ -117,7 +117,13 @@ async def run(settings: Settings, directory: Path) -> LoadReport:
         NodeConfig(f"load-{n}", f"pool-{n}", [_NODE_BYTES] * per_node)
         for n in range(settings.nodes)
     ]
-    mesh_config = MeshConfig(nodes=nodes, tenants=[TENANT], routers=settings.routers, metrics=True)
+    mesh_config = MeshConfig(
+        nodes=nodes,
+        tenants=[TENANT],
+        routers=settings.routers,
+        metrics=True,
+        tenant_limits={TENANT: dict.fromkeys(("max_jobs", "max_deployments", "max_ranks"), 0)},
+    )
     before = await _chain_rate(settings, directory / "before")
     async with Mesh(mesh_config, directory) as mesh:
         await mesh.ready(_READY_TIMEOUT_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models
@@ -67,3 +68,16 @@ def test_chat_has_the_likeliest_tokens_with_their_bytes() -> None:
     ]
     (entry,) = _chat_logprobs(call(return_tokens_as_token_ids=True), part([3], [[4]]))
     assert (entry["token"], entry["top_logprobs"][0]["token"]) == ("token_id:3", "token_id:4")
+
+
+def test_excluded_token_has_the_log_probability_that_json_can_hold() -> None:
+    never = -math.inf
+    piece = Piece(0, 0, 0, [3], [never], [3, 4], [-0.5, never], 0, "")
+    excluded = Part(piece, "", [0], is_first=False)
+    fields = _logprobs(call(), excluded)
+    assert (fields["token_logprobs"], fields["top_logprobs"]) == (
+        [-9999.0],
+        [{" a": -0.5, "a": -9999.0}],
+    )
+    (entry,) = _chat_logprobs(call(), excluded)
+    assert (entry["logprob"], entry["top_logprobs"][1]["logprob"]) == (-9999.0, -9999.0)

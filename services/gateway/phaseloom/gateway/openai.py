@@ -47,6 +47,7 @@ from phaseloom.gateway.tenants import Tenant
 from phaseloom.gateway.tokenizers import TOKENIZERS, ModelTokenizer, Turn
 
 PREFIX = "/v1"
+_NEVER = -9999.0
 _DEFAULT_TOKENS = 16
 _MAX_ANSWER_BYTES = 128 * 2**20
 """Maximum bytes of the tokens and log-probabilities of an answer."""
@@ -326,9 +327,15 @@ def _token_id(token: int) -> str:
     return f"token_id:{token}"
 
 
+def _finite(logprob: float) -> float:
+    """Return a log-probability that JSON can hold: -inf, of a token that the model excludes, is
+    -9999.0, as in OpenAI's API."""
+    return max(logprob, _NEVER)
+
+
 def _tops(piece: Piece) -> list[list[tuple[int, float]]]:
     """Return the likeliest tokens at each position, with their log-probabilities."""
-    both = list(zip(piece.top_tokens, piece.top_logprobs, strict=True))
+    both = list(zip(piece.top_tokens, map(_finite, piece.top_logprobs), strict=True))
     length = len(piece.tokens)
     count = len(both) // max(length, 1)
     return [both[at * count : (at + 1) * count] for at in range(length)]
@@ -342,7 +349,7 @@ def _logprobs(call: Call, part: Part) -> dict[str, Any]:
         is_first = part.is_first and not i
         name, _ = call.spell(token, is_first=is_first)
         if all(other != token for other, _ in likeliest):
-            likeliest.append((token, logprob))
+            likeliest.append((token, _finite(logprob)))
         by_text: dict[str, float] = {}
         for other, value in likeliest:
             text, _ = call.spell(other, is_first=is_first)
@@ -352,7 +359,7 @@ def _logprobs(call: Call, part: Part) -> dict[str, Any]:
         tops.append(by_text)
     return {
         "tokens": names,
-        "token_logprobs": part.piece.logprobs,
+        "token_logprobs": [*map(_finite, part.piece.logprobs)],
         "top_logprobs": tops,
         "text_offset": part.offsets,
     }
@@ -361,7 +368,7 @@ def _logprobs(call: Call, part: Part) -> dict[str, Any]:
 def _chat_logprobs(call: Call, part: Part) -> list[dict[str, Any]]:
     def entry(token: int, logprob: float, *, is_first: bool) -> dict[str, Any]:
         text, content = call.spell(token, is_first=is_first)
-        return {"token": text, "logprob": logprob, "bytes": content}
+        return {"token": text, "logprob": _finite(logprob), "bytes": content}
 
     entries = []
     drawn = zip(part.piece.tokens, part.piece.logprobs, _tops(part.piece), strict=True)
