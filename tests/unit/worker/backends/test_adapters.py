@@ -459,7 +459,7 @@ def test_groups_are_the_linear_layers_of_every_architecture(
         ((ALL_LINEAR,), {"c_attn", "c_fc", "c_proj"}),
         ((UNEMBED,), {"lm_head"}),
     ],
-    ids=str,
+    ids=["attention", "mlp", "linear", "unembed"],
 )
 def test_groups_of_a_model_whose_layers_share_a_name(
     targets: tuple[str, ...], layers: set[str], tmp_path: Path, started: Any
