@@ -5,13 +5,11 @@ operation waits for every lower seq. A reading operation waits for the lower mut
 through them for everything below. A cycle is closed by the last of its operations to arrive, and an
 earlier one has named that operation or a later one of its deployment.
 
-Cost: nothing for an operation that nobody has named yet, which is the usual case; else linear in
-the job's open operations.
+Cost: nothing for an operation that nobody has named yet, which is the usual case; else one look at
+each open operation of the deployments that a path leads through.
 """
 
 from __future__ import annotations
-
-from bisect import bisect_left
 
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.operation import Op
@@ -42,12 +40,12 @@ def find_cycle(state: State, deployment: Deployment, op: Op) -> list[str]:
         return []
     start = (deployment.name, seq)
     came_from: dict[_OpRef, _OpRef] = {}
-    open_seqs: dict[str, list[int]] = {}
+    waiting: dict[str, list[int]] = {}
     frontier = [start]
     seen = {start}
     while frontier:
         op_ref = frontier.pop()
-        for target in _waits_for(state, op_ref, open_seqs):
+        for target in _waits_for(state, op_ref, start, waiting):
             if target == start:
                 return _path(came_from, op_ref, start)
             if target not in seen:
@@ -57,38 +55,35 @@ def find_cycle(state: State, deployment: Deployment, op: Op) -> list[str]:
     return []
 
 
-def _waits_for(state: State, op_ref: _OpRef, open_seqs: dict[str, list[int]]) -> list[_OpRef]:
-    """The known operations that an operation directly waits for.
+def _waits_for(
+    state: State, op_ref: _OpRef, start: _OpRef, waiting: dict[str, list[int]]
+) -> list[_OpRef]:
+    """The operations that an operation waits for, as far as a path to `start` can lead through
+    them: those that it names, those below it that name others, and `start` itself.
 
-    Args: open_seqs: cache of the sorted open seqs of each deployment.
+    Args: waiting: cache of the open seqs of each deployment that name others.
     """
     name, seq = op_ref
     deployment = state.deployments.get(name)
     op = deployment.queue.operations.get(seq) if deployment else None
     if deployment is None or op is None or op.has_ended:
         return []
-    if name not in open_seqs:
-        open_seqs[name] = sorted(
-            s for s, o in deployment.queue.operations.items() if not o.has_ended
+    operations = deployment.queue.operations
+    if name not in waiting:
+        # Most operations name none, so this is all that is done for each open operation.
+        waiting[name] = [s for s, o in operations.items() if o.after and not o.has_ended]
+    below = [s for s in waiting[name] if s < seq]
+    if name == start[0] and start[1] < seq:
+        below.append(start[1])
+    if below and not op.is_mutating:
+        # A reading operation waits for the next lower mutating one, and for all below that.
+        highest = max(
+            (s for s, o in operations.items() if s < seq and o.is_mutating and not o.has_ended),
+            default=0,
         )
-    below = _below(deployment, op, seq, open_seqs[name])
+        below = [lower for lower in below if lower <= highest]
     targets = [(_name(op, after.deployment), after.seq) for after in op.after]
-    return [(name, lower) for lower in below] + targets
-
-
-def _below(deployment: Deployment, op: Op, seq: int, seqs: list[int]) -> list[int]:
-    """The open operations below this one that it waits for.
-
-    Stops at the next lower mutating operation: it already waits for everything below.
-    """
-    held_by: list[int] = []
-    for lower in reversed(seqs[: bisect_left(seqs, seq)]):
-        is_mutating = deployment.queue.operations[lower].is_mutating
-        if op.is_mutating or is_mutating:
-            held_by.append(lower)
-        if is_mutating:
-            break
-    return held_by
+    return [(name, lower) for lower in sorted(set(below))] + targets
 
 
 def _name(op: Op, deployment: str) -> str:
