@@ -36,7 +36,8 @@ def _closes_cycle(new: Drawn, known: dict[tuple[str, int], Drawn]) -> bool:
         return below | set(op.after)
 
     start = (new.name, new.seq)
-    reached, frontier = set(), [start]
+    reached: set[tuple[str, int]] = set()
+    frontier = [start]
     while frontier:
         op = known.get(frontier.pop())
         for target in waits_for(op) - reached if op else ():

@@ -47,7 +47,7 @@ class Silence:
         """The last reading of the process's threads. Empty: none yet."""
 
     def end(self) -> None:
-        """Count from 0 again: the process was heard, or another one replaces it."""
+        """Start again from 0: the process has sent a sign of life, or a new one replaces it."""
         self.seconds, self._threads = 0.0, {}
 
     def hold(self, before_s: float) -> None:

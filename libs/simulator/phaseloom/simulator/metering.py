@@ -94,7 +94,7 @@ class Meter:
         """Pool → the most nodes held at once."""
         self._num_held: dict[str, int] = {}
         self.notices: dict[str, int] = {}
-        """Kind → number of the core's notices."""
+        """How many notices the core has sent, by kind."""
 
     def stepped(self, event: Event, num_jobs: int, seconds: float) -> None:
         if isinstance(event, JobSubmitted | JobFinished):

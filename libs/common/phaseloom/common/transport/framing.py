@@ -250,7 +250,7 @@ class Peer(Generic[Body]):
         try:
             if flags & _CUT_OFF:
                 raise _ProtocolError(
-                    "file descriptors were lost: they were more than "
+                    "file descriptors were lost: there were more than "
                     f"{self.max_fds}, or this process has too many open files"
                 )
             self._parse_frames()

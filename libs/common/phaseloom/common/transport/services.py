@@ -68,7 +68,7 @@ class Encoded:
     """An answer that the handler encodes itself."""
 
     encode: Callable[[str], Awaitable[bytes]]
-    """A function content type -> the encoded struct."""
+    """A function that returns the encoded struct, given the content type."""
 
 
 ApiHandler = Callable[[str, Any], Awaitable[object]]

@@ -139,7 +139,7 @@ def manifest_of(records: Records, endpoint: str = "") -> Manifest:
 
 
 def _entry_of(kind: type[E], record: object, **extra: object) -> E:
-    """The entry of a record: its attributes with the names of the entry's fields, and `extra`."""
+    """Build an entry from the attributes of a record that have the names of its fields."""
     names = (name for name in kind.__struct_fields__ if name not in extra)
     return kind(**{name: getattr(record, name) for name in names}, **extra)
 

@@ -21,7 +21,7 @@ _MAX_FRAGMENTS = 1024
 
 
 class Peer(NamedTuple):
-    """One fetch of one state manager."""
+    """A state manager that fetches a version, identified for one of its fetches."""
 
     endpoint: str
     """The address at which the state manager serves the fetched bytes."""

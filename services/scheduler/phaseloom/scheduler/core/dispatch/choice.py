@@ -115,11 +115,11 @@ def choose(step: Step, slot: Slot) -> tuple[Deployment | None, float]:
 
 
 def contenders_on(step: Step, slot: Slot) -> Contenders:
-    """Return the operations among which the policy chooses: the holder's for a quantum, then the
-    others'.
+    """Return the operations among which the policy chooses.
 
-    A policy that may wait decides itself when the holder gives the device away. For it the quantum
-    is only the holder's minimum time.
+    During the quantum of the job that holds the device, these are its own; afterwards, those of
+    other jobs too. A policy that may wait chooses when the holder gives up the device: then the
+    quantum is only a minimum.
     """
     if not slot.ready:
         return NO_CONTENDERS

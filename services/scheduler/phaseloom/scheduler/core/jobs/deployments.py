@@ -84,7 +84,7 @@ def create(step: Step, job: Job, spec: DeploymentSpec) -> ErrorInfo | None:
 def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
     """Delete a deployment: its operations end ABORTED, its workers stop, and its state is dropped.
 
-    Its weights versions that others hold, or have a queued sync for, stay on its nodes.
+    Its weights versions stay on its nodes if other deployments hold them or will sync them.
     """
     deployment = step.deployment(DeploymentKey(job.key.tenant, job.key.job, name))
     if deployment is None:

@@ -186,10 +186,10 @@ def smallest_shift(
 ) -> int | None:
     """Micro-shift: the smallest delay δ up to `limit` that moves every segment into idle time.
 
-    The best shift is either 0 or moves some segment past a busy stretch. So each step jumps to the
-    next such δ, without a search grid.
+    The best shift is 0, or it moves some segment exactly to the end of a busy stretch. So each step
+    jumps to the next such δ, without a search grid.
 
-    Args: wanted: per pool, the requested slots and the busy slots.
+    Args: requests: per pool, the requested slots and the busy slots.
     Source: PlexRL §4.3.2, eq. 1-2. Its cost J(δ) = w1·(t_end(δ) − T)/T + w2·δ/T, with t_end =
     max(a_i + d_i) + δ, grows with δ, so the best shift is the smallest that fits.
     """

@@ -66,8 +66,8 @@ class Sizes:
     """None if each layer has a plain MLP."""
 
     def groups(self, tp: int) -> int:
-        """Return the number of key-value heads over all ranks, repeated ones included: at least
-        `tp`."""
+        """Return the number of key-value heads across all ranks, counting a repeated head each
+        time: at least `tp`."""
         return max(self.kv_heads, tp)
 
     def padded_vocab(self, tp: int) -> int:
