@@ -28,7 +28,8 @@ TESTS_cli := tests/unit/cli tests/unit/demo $(wildcard $(ON)cli_*.py) $(addprefi
 TESTS_client := tests/unit/client tests/unit/examples $(addprefix $(ON),client.py \
 	contract_on_mesh.py fuzz.py)
 TESTS_common := tests/unit/common tests/unit/test_*.py $(addprefix $(ON),backup.py bus.py leases.py \
-	lying_store.py natsclient.py natsserver.py power_cuts.py service_stops.py telemetry.py)
+	lying_store.py natsclient.py natsserver.py power_cuts.py pulling.py service_stops.py \
+	store_writes.py telemetry.py)
 TESTS_loadtest := $(filter-out %/papers %/__init__.py %/__pycache__,$(wildcard tests/unit/loadtest/*)) \
 	$(addprefix $(ON),loadtest.py rawchain.py)
 TESTS_gateway := tests/unit/gateway tests/integration/gateway
@@ -41,7 +42,7 @@ TESTS_weights := $(wildcard $(ON)weight_*.py $(ON)weights_*.py $(ON)suspect_vers
 TESTS_backends := tests/unit/worker/backends
 TESTS_worker := $(filter-out $(TESTS_backends) %/__init__.py %/__pycache__,$(wildcard tests/unit/worker/*)) \
 	$(wildcard $(ON)worker_*.py) $(ON)seal_records.py
-TESTS_recovery := $(addprefix $(ON),moves.py recovery.py nodes_lost_on_mesh.py many_nodes.py upgrade.py \
+TESTS_recovery := $(addprefix $(ON),hung_services.py moves.py recovery.py nodes_lost_on_mesh.py many_nodes.py upgrade.py \
 	three_servers.py)
 TESTS_rollouts := $(addsuffix _on_mesh.py,$(addprefix $(ON),adapters named_weights partial prefix_cache \
 	rollouts sampling streams tails tools vllm))

@@ -230,13 +230,19 @@ async def test_streams_of_one_key_are_bounded_and_bad_input_is_no_failure(shown:
     streams.pop().close()
     async with asyncio.timeout(PATIENCE_S):
         while (stream := await shown.ask("/api/events", "acme")).status == 429:
+            stream.close()
             await asyncio.sleep(0.05)
     assert stream.status == 200
+    for is_open in (*streams, stream):
+        is_open.close()
     for bearer in ("\udcff", "\u00ff", "a" * 5000):
         answer = await shown.ask("/api/me", headers={"Authorization": f"Bearer {bearer}"})
         assert answer.status == 401
+        answer.close()
     for path in ("/?key=%ff", "/?key=%ed%a0%80", "/api/explain/%00", "/static/%ff", "/none"):
-        assert (await shown.ask(path)).status in (400, 401, 404), path
+        answer = await shown.ask(path)
+        assert answer.status in (400, 401, 404), path
+        answer.close()
 
 
 async def next_update(stream: aiohttp.ClientResponse) -> tuple[str, Update]:

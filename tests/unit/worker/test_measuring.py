@@ -15,7 +15,7 @@ from phaseloom.worker.measuring import MODEL, of_file, work_of
     ("changed", "field", "said"),
     [
         ({"model_type": None}, "config.model_type", "None"),
-        ({"hidden_size": "many"}, "config", "hidden_size"),
+        ({"hidden_size": "many"}, "config.hidden_size", "many"),
         ({"vocab_size": 1}, "config.vocab_size", "1"),
         ({"max_position_embeddings": 8}, "config.max_position_embeddings", "8"),
         ({"hidden_size": -1}, "config", "negative"),

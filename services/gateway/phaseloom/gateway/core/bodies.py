@@ -199,7 +199,9 @@ def _prompts(raw: msgspec.Raw | None, field: str) -> list[GivenPrompt]:
     Raises: CallerError: the field is neither a prompt nor a list of prompts, or has too many.
     """
     if raw is None:
-        raise CallerError(f"Object missing required field `{field}`", field=field)
+        raise CallerError(
+            f"Object missing required field `{field}`", field=field, remedy=f"send `{field}`"
+        )
     prompt = decoded(bytes(raw), object)
     single: Any = str | list[int] if field == "prompt" else list[int]
     kinds: tuple[Any, ...] = (single, list[str], list[list[int]])
