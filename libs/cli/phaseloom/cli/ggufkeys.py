@@ -213,7 +213,7 @@ def _same(value: Any, expected: Any) -> bool:
 
 
 def unused_tensors(names: list[str], model: Any, architecture: str) -> list[str]:
-    """Return the tensors of a file that `transformers` does not read into a model."""
+    """Return a file's tensors that `transformers` ignores when it loads a model."""
     from transformers import modeling_gguf_pytorch_utils as ggufs
 
     # an untyped module of transformers

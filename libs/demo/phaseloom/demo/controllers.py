@@ -31,7 +31,7 @@ ControllerLine = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ControllerSpec:
-    """One job of a run, for one controller."""
+    """One job of a run, which one controller drives."""
 
     job: str
     task: str

@@ -38,7 +38,7 @@ class Retries(msgspec.Struct, frozen=True):
     checkpoint_every: int = 1
     """Iterations between two checkpoints. A failure loses fewer than that."""
     max_attempts: int = 20
-    """Submissions of one job before the controller gives it up as failed."""
+    """How often the controller submits a job before it counts the job as failed."""
 
 
 USUAL = Retries()

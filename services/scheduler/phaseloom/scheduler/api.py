@@ -95,7 +95,7 @@ def _check_cycle(cycle: Cycle, pools: set[str]) -> None:
         raise CallerError(
             f"period_s must be finite and greater than 0, got {cycle.period_s}",
             field="spec.cycle.period_s",
-            remedy="give the seconds that an iteration takes alone, or omit the cycle",
+            remedy="give the seconds of an iteration if the job runs alone, or omit the cycle",
         )
     if cycle.num_optim_steps < 1:
         raise CallerError(

@@ -43,7 +43,7 @@ from phaseloom.gateway.core import wire
 
 _CLIP = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
 _SETTINGS = {Loss.PPO: _CLIP, Loss.CISPO: _CLIP, Loss.DRO: {"beta": "beta"}}
-"""Settings of the losses that have any: the SDK's name → the mesh's."""
+"""For each loss with settings: the SDK's name of a setting → the mesh's name."""
 _ARRAYS = {"weights", "logprobs", "advantages"}
 _OUTPUT = "ArrayRecord"
 _MASKED = -99_999.0

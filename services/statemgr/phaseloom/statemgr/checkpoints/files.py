@@ -56,7 +56,7 @@ EXPIRY_FILE = "expires"
 """Has the time at which a checkpoint expires, in Unix seconds. Without it the checkpoint is
 kept."""
 _REPLACED, _GONE = "replaced", "gone"
-"""Why a directory lost its name."""
+"""Why a directory is renamed."""
 _COPY_BYTES = 2**24
 _CANNOT_SHARE = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 """Errors of file systems between which the kernel does not copy by itself."""

@@ -44,8 +44,8 @@ class Move:
     is_up: bool
     """True: a promotion; False: a demotion."""
     is_hint: bool
-    """Whether a hint started the move, so that only copies that are needed later make room for
-    it."""
+    """Whether a hint started the move. It then evicts only copies that are needed later than its
+    own."""
     cancelled: threading.Event
     """Set to end the move early; read by the thread that moves the bytes."""
     done: asyncio.Future[None] = field(

@@ -349,7 +349,7 @@ class HostCopy:
         return min(wpg.next_use_s for wpg in self.wpgs)
 
     def overwritten(self) -> None:
-        """Record that the copy is being overwritten; `Rank.copied` makes it whole again."""
+        """Record that the copy is incomplete while it is overwritten, until `Rank.copied`."""
         self.digest, self.is_dirty = "", False
         self.num_writes += 1
 

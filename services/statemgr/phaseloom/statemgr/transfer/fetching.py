@@ -306,9 +306,9 @@ class Fetch:
         running._end(ResourceError(f"{self.label} was dropped", code=Code.ABORTED))
 
     def check(self, part: str, digest: str, source_name: str) -> None:
-        """Check that a source has the same bytes of a part as all others.
+        """Check that a source's copy of a part is the same as all other copies.
 
-        Raises: CallerError: FAILED_PRECONDITION: the part there has another digest.
+        Raises: CallerError: FAILED_PRECONDITION: the copy has another digest.
         """
         expected = self.incoming.digests.setdefault(part, digest)
         if expected != digest:

@@ -114,7 +114,7 @@ class Agent:
         metrics.observe(metrics.WORKER_COMMANDS, lambda: [(len(self._in_progress), labels)])
 
     def receive(self, message: Msg) -> None:
-        """Handle a message of the permits consumer. Call it in order of arrival."""
+        """Handle a message from the permits consumer. Pass messages in order of arrival."""
         try:
             command: Command = decode(message.data, Command)
         except PhaseloomError as error:

@@ -159,7 +159,7 @@ def _tensors_in(path: Path, file: UncachedFile) -> dict[str, _Source]:
 
 
 def _matched(names: ModelNames, sources: Mapping[str, _Source]) -> dict[str, list[_Source]]:
-    """Return where the files have each tensor. Tied tensors may be there twice.
+    """Return where each tensor is stored in the files. Tied tensors may be stored twice.
 
     Raises: CallerError: a tensor is missing, or belongs to no parameter.
     """

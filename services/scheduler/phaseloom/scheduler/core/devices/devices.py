@@ -377,7 +377,7 @@ def set_pace(share: Share, now_s: float, stage: str, neighbours: str, speed: flo
 
 
 def pass_time(share: Share, now_s: float) -> None:
-    """Count the time until now at the current pace."""
+    """Add the time since the last update, at the current rate."""
     pace = share.pace
     assert pace is not None, f"{share.deployment}: no pace"
     passed_s = now_s - pace.since_s

@@ -168,9 +168,9 @@ def _copy_retained(step: Step, job: Job, version: VersionKey) -> None:
 
 
 def _newest_incarnation(step: Step, job: Job, version: VersionKey) -> int:
-    """The newest incarnation under the name of a version's policy.
+    """The newest incarnation of the policy that published a version.
 
-    State managers refuse tickets with an earlier one.
+    State managers refuse tickets that name an earlier incarnation.
     """
     successor = step.deployment(version.policy)
     earlier = job.earlier.incarnations.get(version.policy.deployment, 0)

@@ -110,7 +110,7 @@ class Member(msgspec.Struct):
     recent_s: list[float] = []
     """Durations of the last iterations, net of waiting, oldest first."""
     has_drifted: bool = False
-    """Whether the job's cycle has changed while it ran."""
+    """Whether the job's cycle changed while the job ran."""
     iterated_s: float = 0.0
     """When the last iteration finished."""
     num_iterations: int = 0

@@ -369,7 +369,7 @@ def lost(step: Step, event: WpgLost) -> None:
 
     - If a start can never succeed, the deployment or its job ends, or the job falls back to a
       checkpoint.
-    - Operations that have killed their WPG too often fail.
+    - An operation that has killed its WPG too many times fails.
     - A WPG that keeps dying while idle is rebuilt after growing pauses; in the end its job fails.
     - A death caused by another WPG in the same process counts only for that one.
     """

@@ -128,7 +128,7 @@ class VllmBackend(InferenceBackend, Member):
         )
         self._parts = planned.parts
         self._place = scratch[len(scratch) - _place_bytes(spec, planned) :]
-        """Holds another adapter's slices while a call reads with it."""
+        """Holds the slices of another adapter while a call uses that adapter."""
         if spec.model.adapter is not None:
             scale = spec.model.adapter.alpha / spec.model.adapter.rank
             self._engine.add_adapter(parts_by_weight(planned.parts, views, scale))
