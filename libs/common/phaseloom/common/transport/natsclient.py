@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -44,6 +45,7 @@ _OF_SERVER = ("$JS.", "$KV.")
 _OF_NATS_PY = ("permissions violation", "stale connection")
 """Parts of server errors that nats-py handles itself, by staying connected or reconnecting."""
 _GIVEN_UP = (None, None)
+_YIELD_EVERY_S = 0.005
 
 
 class _Reader(Parser):
@@ -364,15 +366,21 @@ class _End:
 async def each(subscription: Subscription) -> AsyncGenerator[Msg, None]:
     """Yield the messages of a subscription that was made without a callback.
 
-    They end when the subscription or its connection ends.
+    They end when the subscription or its connection ends. Reading a backlog lets the event loop run
+    other work every few milliseconds.
     """
     queue: asyncio.Queue[Any] = subscription._pending_queue
+    yields_at_s = time.monotonic() + _YIELD_EVERY_S
     end: Any = _End(queue)
     _receiving(subscription)._message_iterator = subscription._message_iterator = end
     while (message := await queue.get()) is not None:
         queue.task_done()
         subscription._pending_size -= len(message.data)
         yield message
+        # As long as messages wait, getting one does not let anything else run.
+        if time.monotonic() >= yields_at_s:
+            await asyncio.sleep(0)
+            yields_at_s = time.monotonic() + _YIELD_EVERY_S
 
 
 def _receiving(subscription: Subscription) -> Subscription:
