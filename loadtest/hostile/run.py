@@ -185,6 +185,8 @@ async def _mesh(directory: Path, model: Path) -> AsyncIterator[Mesh]:
 
 
 async def _measure_flood(mesh: Mesh, name: str) -> _Sample:
+    if name == WEB_FLOOD:  # the first requests wait for the model's tokenizer and its sampler
+        await _work(mesh, name, lambda: asyncio.sleep(_SETTLE_S, 0))
     idle, _ = await _work(mesh, name, lambda: asyncio.sleep(_QUIET_S, 0))
     peaks: list[int] = []
     accepted = 0
