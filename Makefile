@@ -188,7 +188,7 @@ loadtest: $(VENV)/.test
 chaos: $(VENV)/.test
 	$(BIN)/python -m loadtest chaos $(ARGS)
 
-## hostile: one tenant floods, or a process is starved, while another tenant works; takes 40 minutes;
+## hostile: one tenant floods, or a process is starved, while another tenant works; takes 15 minutes;
 ##   ARGS="--rounds 1 --floods bulk_generate,large_json" for less
 hostile: $(VENV)/.test
 	$(BIN)/python -m loadtest hostile $(ARGS)

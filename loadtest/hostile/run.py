@@ -26,7 +26,7 @@ from nats.errors import Error as NatsError
 
 from loadtest.hostile.floods import DEPLOYMENT, FLOODS, Latencies, spec
 from loadtest.hostile.web import save_model
-from loadtest.processes import pss_bytes
+from loadtest.processes import descendants, pss_bytes
 from loadtest.records import Machine, describe
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.processes import api_key
@@ -41,7 +41,7 @@ AIM_P99_S = 0.25
 AIM_LONGEST_S = 1.0
 AIM_GROWTH = 1.1
 MEMORY_CEILING_BYTES = 3 * 2**30
-"""Of routers, gateway, scheduler and NATS together, at their highest."""
+"""Of routers, gateways, scheduler, their worker processes and NATS together, at their highest."""
 _QUIET_S = 5.0
 _SETTLE_S = 1.0
 _SAMPLE_S = 0.1
@@ -264,11 +264,14 @@ async def _answer(process: asyncio.subprocess.Process, line: str) -> bytes:
 
 
 async def _peak_bytes(pids: list[int]) -> int:
-    """Return the highest memory of these processes together, until cancelled."""
+    """Return the highest memory of these processes and their children together, until
+    cancelled."""
     peak = 0
     with suppress(asyncio.CancelledError):
         while True:
-            peak = max(peak, await asyncio.to_thread(lambda: sum(map(pss_bytes, pids))))
+            # Their worker processes come and go.
+            processes = [*pids, *descendants(pids)]
+            peak = max(peak, await asyncio.to_thread(sum, map(pss_bytes, processes)))
             await asyncio.sleep(_SAMPLE_S)
     return peak
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -26,9 +27,10 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import DeploymentSpec, Layout, ModelSpec
 from phaseloom.common.contract.streaming import StreamedTokens
 from phaseloom.worker.backends import backend_factory
-from phaseloom.worker.backends.base import Backend, RankGroup
+from phaseloom.worker.backends.base import NONFINITE, Backend, RankGroup
 from phaseloom.worker.backends.capabilities import CAPABILITIES
-from phaseloom.worker.backends.model import build_model
+from phaseloom.worker.backends.model import HeapTensors, build_model
+from phaseloom.worker.rank.calls import check_numbers
 from phaseloom.worker.state.heap import Heap
 from tests.support import vllm, warm
 from tests.support.looker import Looker
@@ -257,6 +259,44 @@ def test_request_alone_gives_the_same_bits_whenever_it_runs(one: tuple[Backend, 
     first = run(one[0], args)
     run(one[0], Generate(prompts(5), SamplingParams(30)))
     assert run(one[0], args) == first
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"top_k": 3}])
+def test_row_of_nan_ends_and_leaves_the_others_as_they_were(
+    value: float, params: dict[str, float]
+) -> None:
+    backend, heap = _untied()
+    healthy = [
+        Generate(prompts(2, seed=9), SamplingParams(9, 1.0, ignore_eos=True), 2),
+        Generate(prompts(1, seed=10), SamplingParams(12, 0.0, ignore_eos=True)),
+    ]
+    alone = run(backend, *healthy)
+    used = {token for request in healthy for p in request.prompts for token in int32s(p.tokens)}
+    drawn = {token for result in alone for tokens in tokens_of(result) for token in tokens}
+    bad = next(token for token in range(VOCAB) if token not in used | drawn)
+    (slot,) = (slot for slot in backend.slots if slot.name == "model.embed_tokens.weight")
+    row = HeapTensors(heap).view(slot)[bad]
+    before = row.clone()
+    try:
+        row.fill_(value)
+        backend.weights_changed()
+        guilty = Generate([Prompt([bad], 4)], replace(SamplingParams(9), **params))
+        result, *others = run(backend, guilty, *healthy)
+    finally:
+        row.copy_(before)
+        backend.weights_changed()
+    assert [tokens_of(other) for other in others] == [tokens_of(one) for one in alone]
+    ((ended,),) = result.sequences
+    assert (ended.stop_reason, int32s(ended.tokens)) == (NONFINITE, [])
+    with pytest.raises(CallerError, match="NaN or infinite"):
+        check_numbers(result)
+
+
+@cache
+def _untied() -> tuple[Backend, Heap]:
+    model = ModelSpec(vllm.tiny(tie_word_embeddings=False), init_seed=7)
+    return sharp(replace(vllm.spec(), model=model))
 
 
 def test_forward_scores_as_our_own_sampler_and_refuses_other_targets(
