@@ -4,8 +4,8 @@
 positions. Here every tensor and every key is used, or is a reason to refuse the file:
 - Keys that only describe the file (`_DESCRIPTIVE`) are ignored.
 - Keys of the tokenizer that `transformers` reads, and the beginning and end of sequences, are used.
-- Keys of the architecture must agree with the converted config. Where they do not, the config is
-  corrected if that changes no shape.
+- Keys of the architecture must agree with the converted config. If they do not, the config is
+  corrected, unless that changes a shape.
 
 Source: the constants of the package `gguf`, and llama.cpp's convert_hf_to_gguf.py.
 """
@@ -236,7 +236,7 @@ def end_tokens(values: Mapping[str, Any]) -> list[int]:
 def add_special_tokens(tokenizer: Any, values: Mapping[str, Any]) -> None:
     """Make a tokenizer add the tokens that begin and end a text if, and only if, the file says so.
 
-    What the file does not say stays as `transformers` chose it.
+    Everything else stays as `transformers` chose it.
     """
     from tokenizers.processors import TemplateProcessing
 

@@ -87,7 +87,7 @@ _KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
         ),
     ),
 }
-"""Field → (what it must be, for people; whether a value is that)."""
+"""Field → (the expected value, for people; the check of a value)."""
 
 
 def check_config(config: dict[str, Any], field: str, *, is_drawn: bool) -> None:
@@ -126,7 +126,7 @@ def check_num_parameters(config: dict[str, Any], limit: int, label: str, field: 
 
 
 def _least_parameters(config: dict[str, Any]) -> tuple[int, int]:
-    """Return lower bounds on the parameters of embeddings and of layers, whatever the type."""
+    """Return lower bounds on the parameters of embeddings and of layers, for any model type."""
 
     def size(*names: str) -> int:
         sizes = (config[name] for name in names if config.get(name))

@@ -121,7 +121,7 @@ _SHORTAGES = {
     errno.ENOSPC: _NO_SPACE,
     errno.EDQUOT: _NO_SPACE,
 }
-"""What to do about an error of the operating system that says that something is short."""
+"""Remedies for errors of the operating system that report a shortage, by number."""
 
 
 def unexpected_error(error: BaseException) -> ErrorInfo:

@@ -53,7 +53,7 @@ class RegisteredModel(msgspec.Struct, frozen=True):
 ALL_ATTENTION, ALL_MLP, UNEMBED = "all-attention", "all-mlp", "unembed"
 ALL_LINEAR = "all-linear"
 TARGET_GROUPS = frozenset((ALL_ATTENTION, ALL_MLP, UNEMBED, ALL_LINEAR))
-"""Targets of an adapter that stand for groups of linear layers, whatever a model calls them."""
+"""Targets of an adapter that stand for groups of linear layers, under any names."""
 
 
 class Adapter(msgspec.Struct, frozen=True, omit_defaults=True):
