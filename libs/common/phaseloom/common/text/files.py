@@ -22,7 +22,7 @@ TOKENIZER_FILE = "tokenizer.json"
 DEFAULT_TEMPLATE = "default"
 MAX_FILE_BYTES = 64 * 2**20
 _MAX_MEMORY_BYTES = 4 * 2**30
-"""What the program may use. A malformed file can need any amount."""
+"""Memory limit of the program. A malformed file can need any amount."""
 
 
 class TokenizerFacts(msgspec.Struct, frozen=True):
