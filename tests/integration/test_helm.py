@@ -251,7 +251,8 @@ class Pods:
         """What is run, with the paths of this machine."""
         command = container.get("command")
         if command is None:
-            command = image_command(_service(container))
+            # This Python may be in a directory of the machine that is also a path of a mount.
+            return image_command(_service(container))
         mounts = self._mounts(pod, container)
         return [_within(part, mounts) for part in command]
 
