@@ -21,6 +21,7 @@ from phaseloom.scheduler.core.dispatch.dispatch import RETRY_PAUSE_S
 from phaseloom.scheduler.core.state.outputs import Answer
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import JobState, WpgState
+from phaseloom.scheduler.core.state.tree import CORE_VERSION
 from phaseloom.scheduler.core.wpgs.wpgs import FIRST_PAUSE_S, STEADY_S
 from tests.support.replay import restored_at_every_step
 from tests.support.world import CONFIG, World, deployment, node_up
@@ -114,8 +115,10 @@ def test_snapshot_of_another_core_version_is_refused() -> None:
 
 
 def test_snapshot_that_is_refused_for_its_core_version_need_not_be_readable() -> None:
-    payload = msgspec.msgpack.encode({"core_version": 2, "state": {"nodes": "of another shape"}})
-    with pytest.raises(ResourceError, match="of core version 2") as caught:
+    later = CORE_VERSION + 1
+    other = {"core_version": later, "state": {"nodes": "of another shape"}}
+    payload = msgspec.msgpack.encode(other)
+    with pytest.raises(ResourceError, match=f"of core version {later}") as caught:
         Core.restore(payload)
     assert caught.value.info.code is Code.FAILED_PRECONDITION
     assert caught.value.info.remedy

@@ -323,7 +323,8 @@ def job_api(
         state = shell.core.state
         deployments = [d for d in state.deployments.values() if d.key.tenant == tenant]
         return api.Usage(
-            sum(len(d.queue.operations) + len(d.queue.unordered) for d in deployments),
+            sum(len(d.queue.operations) + len(d.queue.unordered) for d in deployments)
+            + sum(len(e.ops) for e in state.endings if e.tenant == tenant),
             state.sequence,
             state.outcome_bytes(tenant, shell.now_s()),
         )

@@ -70,7 +70,8 @@ def _per_failed_subject(action: Callable[[Step, str, ErrorInfo], None]) -> Actio
 # The order matters. For example, jobs fail before waiting jobs are placed, so that these get the
 # room; and moves come last, because a placement may start one.
 AFTER_EACH_EVENT: tuple[tuple[FollowUp, Action], ...] = (
-    (FollowUp.WAKE, operations.wake),
+    (FollowUp.WAKE, _without_subject(operations.wake)),
+    (FollowUp.WRITE_ENDINGS, _without_subject(operations.write_endings)),
     (FollowUp.FALL_BACK, _per_failed_subject(jobs.fall_back)),
     (FollowUp.FAIL_JOB, _per_failed_subject(jobs.fail)),
     (FollowUp.END_DEPLOYMENT, _per_failed_subject(deployments.end_alone)),
@@ -115,6 +116,7 @@ class Core:
         for part in events.parts(event):
             HANDLERS[type(part)](step, part)
             _follow_up(step)
+        operations.continue_later(step)
         dispatch.dispatch(step)
         if step.follow_ups:
             for kind, action in AFTER_EACH_STEP:
@@ -209,6 +211,8 @@ def _timer(step: Step, event: events.TimerFired) -> None:  # noqa: PLR0912 - one
     match event.timer.split("/"):
         case ["expire", key]:
             operations.expire(step, key)
+        case ["continue", _]:
+            operations.go_on(step)
         case ["hint", name, _]:
             deployment = step.state.deployments.get(name)
             if deployment is not None:

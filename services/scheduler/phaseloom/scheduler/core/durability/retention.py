@@ -188,8 +188,8 @@ def _release(step: Step, job: Job, versions: list[VersionKey]) -> None:
 def touch_readers(step: Step, named: NamedVersion) -> None:
     """Dispatch the deployments whose operations name a version, because it may be available again
     or permanently gone."""
-    for key in named.readers:
-        reader = step.deployment_of(key)
+    for name in dict.fromkeys(named.readers.values()):
+        reader = step.state.deployments.get(name)
         if reader is not None:
             step.touch(reader)
 

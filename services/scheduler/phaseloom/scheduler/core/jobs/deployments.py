@@ -97,7 +97,7 @@ def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
             remedy="finish the job instead",
         )
     aborted = ErrorInfo(Code.ABORTED, f"deployment {deployment.key} was deleted")
-    operations.abort_all(step, deployment, aborted)
+    operations.abort_all(step, deployment, aborted, queue_ends=True)
     step.notify("deployment deleted", "on request", deployment.name)
     _retain_versions(step, job, deployment)
     retained = {version.rpartition(".")[0] for version in job.versions.retained}
@@ -161,8 +161,6 @@ def shrink_record(step: Step, deployment: Deployment) -> None:
     seals.delete_operations(
         step, deployment, [mutation.seq for mutation in deployment.durability.history]
     )
-    for seq in deployment.queue.operations:
-        step.state.pop_waiters(f"{deployment.name}.{seq}")
     job = step.job(deployment.key.job_key)
     job.earlier.record_seq(deployment.key.deployment, deployment.last_seq)
     deployment.queue.end()

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from phaseloom.common.contract import events
 from phaseloom.common.contract.api import DeploymentStatus, JobStatus
 from phaseloom.common.contract.errors import Code, ErrorInfo
-from phaseloom.common.contract.ids import DeploymentKey, JobKey
+from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.contract.specs import ModelSpec
 from phaseloom.scheduler.core.dispatch import shares
 from phaseloom.scheduler.core.durability import retention
@@ -17,9 +17,7 @@ from phaseloom.scheduler.core.placement import assignment, evacuation
 from phaseloom.scheduler.core.planning import admission, groups
 from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.cluster import Decision, Member, Placed, Refused, Waits
-from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
-from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobEvent, JobState, WpgState
 from phaseloom.scheduler.core.wpgs import moves, wpgs
@@ -243,43 +241,9 @@ def _drain(step: Step, job: Job) -> ErrorInfo | None:
     step.advance_job(job, JobEvent.DRAIN)
     step.notify("job draining", "on request", str(job.key))
     for deployment in step.deployments_of(job):
-        _end_stranded(step, job, deployment)
+        open_ops = [str(op.key) for op in deployment.queue.every if not op.has_ended]
+        operations.look_again_at(step, open_ops)
     return None
-
-
-def _open_ops(deployment: Deployment) -> list[Op]:
-    return [op for op in deployment.queue.every if not op.has_ended]
-
-
-def _end_stranded(step: Step, job: Job, deployment: Deployment) -> None:
-    gap = deployment.queue.next_seq
-    while gap in deployment.queue.operations:
-        gap += 1
-    for op in _open_ops(deployment):
-        missing = _unpublished_dependency(step, deployment, op, gap)
-        if missing and not op.is_settling:
-            error = ErrorInfo(
-                Code.FAILED_PRECONDITION,
-                f"job {job.key} is draining, but {missing}, which must run first, was never "
-                "published",
-                remedy="publish all operations before draining the job",
-            )
-            operations.end_or_settle(step, deployment, op, error)
-
-
-def _unpublished_dependency(step: Step, deployment: Deployment, op: Op, gap: int) -> str:
-    """An operation that this one waits for and that will never be published; empty: there is
-    none."""
-    seq = op.key.seq
-    if seq is not None and seq > gap:
-        return f"{deployment.key.deployment} {gap}"
-    for after in op.after:
-        dependency = step.deployment(DeploymentKey(op.key.tenant, op.key.job, after.deployment))
-        if dependency is None:
-            continue
-        if not dependency.queue.is_done(after.seq) and after.seq not in dependency.queue.operations:
-            return f"{after.deployment} {after.seq}"
-    return ""
 
 
 def create_deployment(step: Step, event: events.DeploymentCreated) -> None:
@@ -343,7 +307,7 @@ def _end(step: Step, job: Job, event: JobEvent, reason: str) -> None:
     step.notify(f"job {job.state}", reason, str(job.key))
     error = job.error or ErrorInfo(Code.ABORTED, f"job {job.key} has ended: {reason}")
     for deployment in step.deployments_of(job):
-        operations.abort_all(step, deployment, error)
+        operations.abort_all(step, deployment, error, queue_ends=True)
         wpgs.stop(step, deployment)
         deployments.shrink_record(step, deployment)
     retention.release_all(step, job)

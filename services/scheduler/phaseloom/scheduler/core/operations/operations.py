@@ -17,21 +17,30 @@ There are several ways to end:
 - `end_or_settle` does the same, unless the operation may have taken effect: then the stored outcome
   is looked up first.
 - `end_if_unwanted` ends an operation only if it is cancelled or has expired.
+- `abort_all` ends all open operations of a deployment.
 - `remove_ended` takes an operation that has its outcome off the queue.
+
+Thousands of operations may wait for one event, or end with it. A step handles `MAX_AT_ONCE` of
+them. `State.woken` and `State.endings` have the rest, for which a timer causes further steps.
 """
 
 from __future__ import annotations
 
 from phaseloom.common.contract.errors import Code, ErrorInfo, session_superseded
 from phaseloom.common.contract.events import QueuedOperation
-from phaseloom.common.contract.ids import JobKey, OperationKey, parse_operation_key
+from phaseloom.common.contract.ids import (
+    DeploymentKey,
+    JobKey,
+    OperationKey,
+    parse_operation_key,
+)
 from phaseloom.common.contract.operations import Completion, Outcome
 from phaseloom.scheduler.core.operations import after_cycles, gradients, reads
 from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
-from phaseloom.scheduler.core.state.operation import Op
-from phaseloom.scheduler.core.state.step import FollowUp, Step, Subjects
+from phaseloom.scheduler.core.state.operation import Ending, Op
+from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import (
     JOB_ENDED,
     JobState,
@@ -314,7 +323,7 @@ def remove_ended(step: Step, deployment: Deployment, op: Op, completed: bool) ->
     if op.has_snapshot and seq is not None and deployment.move.relocation is not None:
         step.job_changed(str(job.key))  # a move may have waited for this save
     has_advanced = deployment.queue.remove(op, completed=completed)
-    reads.stop_reading(step, deployment, op)
+    reads.stop_reading(step, op, step.nodes_of(deployment))
     if completed or has_advanced:
         deployment.wpg.forgive_losses()
     if has_advanced:
@@ -328,25 +337,60 @@ def remove_ended(step: Step, deployment: Deployment, op: Op, completed: bool) ->
 
 def wake_waiters(step: Step, key: str) -> None:
     """Wake the operations that wait for this one."""
-    for waiter in step.state.pop_waiters(key):
-        step.follow_up(FollowUp.WAKE, waiter)
+    look_again_at(step, step.state.pop_waiters(key))
 
 
-def wake(step: Step, waiters: Subjects) -> None:
-    """Look again at operations whose dependency has ended.
+def look_again_at(step: Step, ops: list[str]) -> None:
+    if ops:
+        step.state.wake(ops)
+        step.follow_up(FollowUp.WAKE)
+
+
+def wake(step: Step) -> None:
+    """Look again at operations whose dependency has ended, or whose job drains.
 
     One failure may end a long chain of operations, so this is a loop and not a recursion.
     """
-    while waiters:
-        key = parse_operation_key(waiters.popitem()[0])
+    gaps: dict[str, int] = {}
+    while step.room and step.state.woken:
+        step.room -= 1
+        key = parse_operation_key(step.state.pop_woken())
         deployment = step.deployment_of(key)
-        if deployment is None:
+        op = deployment.queue.find(key) if deployment else None
+        if deployment is None or op is None or op.state is not OpState.QUEUED or op.is_settling:
             continue
-        op = deployment.queue.find(key)
-        if op is not None and op.state is OpState.QUEUED and not op.is_settling:
+        job, missing = step.job_of(deployment), ""
+        if job.state is JobState.DRAINING:
+            gap = gaps.setdefault(deployment.name, deployment.queue.first_gap())
+            missing = _unpublished_dependency(step, deployment, op, gap)
+        if missing:
+            end_or_settle(step, deployment, op, _stranded_error(job, missing))
+        elif op.eligible_s < 0:
             await_dependencies(step, deployment, op)
-            waiters.update(step.follow_ups.pop(FollowUp.WAKE, {}))
         step.touch(deployment)
+
+
+def _stranded_error(job: Job, missing: str) -> ErrorInfo:
+    return ErrorInfo(
+        Code.FAILED_PRECONDITION,
+        f"job {job.key} is draining, but {missing}, which must run first, was never published",
+        remedy="publish all operations before draining the job",
+    )
+
+
+def _unpublished_dependency(step: Step, deployment: Deployment, op: Op, gap: int) -> str:
+    """An operation that this one waits for and that will never be published; empty: there is
+    none."""
+    seq = op.key.seq
+    if seq is not None and seq > gap:
+        return f"{deployment.key.deployment} {gap}"
+    for after in op.after:
+        dependency = step.deployment(DeploymentKey(op.key.tenant, op.key.job, after.deployment))
+        if dependency is None:
+            continue
+        if not dependency.queue.is_done(after.seq) and after.seq not in dependency.queue.operations:
+            return f"{after.deployment} {after.seq}"
+    return ""
 
 
 def forget_waiters(step: Step, job: JobKey) -> None:
@@ -369,10 +413,53 @@ def requeue(step: Step, op: Op) -> None:
         end_if_unwanted(step, deployment, op)
 
 
-def abort_all(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
-    """End all open operations of a deployment, because its job ends."""
-    for op in deployment.queue.every:
-        if op.state is OpState.PERMITTED:
-            step.advance_op(op, OpEvent.TAKEN_BACK)
-        if op.state is OpState.QUEUED:
-            end_now(step, deployment, op, error)
+def abort_all(
+    step: Step, deployment: Deployment, error: ErrorInfo, *, queue_ends: bool = False
+) -> None:
+    """End all open operations of a deployment, because it, or its job, ends or falls back.
+
+    All have ended when this returns. Their outcomes may be written by later steps.
+
+    Args: queue_ends: whether the caller empties the queue.
+    """
+    ops, nodes = deployment.queue.take_open(), step.nodes_of(deployment)
+    if not queue_ends:
+        for op in deployment.queue.operations.values():
+            if not op.has_ended:
+                step.advance_op(op, OpEvent.FAILED)
+    for op in ops:
+        if op.permitted_s:
+            reads.stop_reading(step, op, nodes)
+    if ops:
+        step.state.add_ending(Ending(error, ops))
+        step.follow_up(FollowUp.WRITE_ENDINGS)
+    step.touch(deployment)
+
+
+def write_endings(step: Step) -> None:
+    """Write the outcomes of operations that failed together, a group of one deployment at a
+    time."""
+    while step.room and step.state.endings:
+        ops, error = step.state.take_ending(step.room)
+        step.room -= len(ops)
+        for op in ops:
+            completion = Completion(op.id, Outcome.FAILED, error=error)
+            step.emit(outputs.WriteCompletion(op.key, completion, op.content_type))
+            if op.expires_s:
+                step.state.pop_timer(_expiry_timer(op.key))
+            reads.stop_reading(step, op, [])
+            wake_waiters(step, str(op.key))
+        step.emit(outputs.DeleteOperations([op.key for op in ops]))
+
+
+def continue_later(step: Step) -> None:
+    """Set a timer for the operations that this step had no room for."""
+    if (step.state.woken or step.state.endings) and not step.state.is_continuing:
+        step.state.set_continuing(True)
+        step.set_timer(f"continue/{step.sequence}", step.now_s)
+
+
+def go_on(step: Step) -> None:
+    step.state.set_continuing(False)
+    step.follow_up(FollowUp.WAKE)
+    step.follow_up(FollowUp.WRITE_ENDINGS)

@@ -17,6 +17,7 @@ from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.specs import Adapter, DeploymentSpec, ModelSpec
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import JobVersions
+from phaseloom.scheduler.core.state.node import Node
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import OpState
@@ -128,16 +129,19 @@ def record_copies(step: Step, deployment: Deployment, op: Op) -> None:
         versions.note_copies(str(op.version), deployment.nodes)
 
 
-def stop_reading(step: Step, deployment: Deployment, op: Op) -> None:
-    """Stop keeping the version that an ended operation has named."""
+def stop_reading(step: Step, op: Op, nodes: list[Node]) -> None:
+    """Stop keeping the version that an ended operation has named.
+
+    Args: nodes: those on which it may have run.
+    """
     if op.version is None or op.is_mutating:
         return
     name, versions = str(op.version), _versions(step, op)
     named = versions.named.get(name) if versions is not None else None
-    if versions is None or named is None or op.key not in named.readers:
+    if versions is None or named is None or str(op.key) not in named.readers:
         if op.permitted_s:
             # The version was released while the operation ran; its node may have fetched it since.
-            for node in step.nodes_of(deployment):
+            for node in nodes:
                 step.send(ReleaseVersions, node, versions=[op.version])
         return
     versions.end_reading(name, op.key, step.now_s)

@@ -48,8 +48,8 @@ class NamedVersion(msgspec.Struct):
     named it."""
     until_s: float = 0.0
     """Time until which the version may be named, even if newer ones are published."""
-    readers: list[OperationKey] = []
-    """Open operations that name the version."""
+    readers: dict[str, str] = {}
+    """Open operation that names the version → its deployment."""
     nodes: list[NodeId] = []
     """Nodes that may have a copy because a deployment there has read the version."""
 
@@ -82,7 +82,9 @@ class JobVersions(msgspec.Struct):
         named.ttl_s, named.until_s = ttl_s, now_s + ttl_s
 
     def begin_reading(self, version: str, operation: OperationKey) -> None:
-        self.named.setdefault(version, NamedVersion()).readers.append(operation)
+        self.named.setdefault(version, NamedVersion()).readers[str(operation)] = (
+            operation.deployment_name
+        )
 
     def note_copies(self, version: str, nodes: list[NodeId]) -> None:
         named = self.named[version]
@@ -90,7 +92,7 @@ class JobVersions(msgspec.Struct):
 
     def end_reading(self, version: str, operation: OperationKey, now_s: float) -> None:
         named = self.named[version]
-        named.readers.remove(operation)
+        del named.readers[str(operation)]
         named.until_s = max(named.until_s, now_s + named.ttl_s)
 
     def drop_name(self, version: str) -> NamedVersion:

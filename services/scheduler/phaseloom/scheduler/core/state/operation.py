@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import OperationKey, VersionKey
 from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.contract.operations import After
@@ -11,7 +12,7 @@ from phaseloom.common.contract.specs import Adapter
 from phaseloom.scheduler.core.state.transitions import OpState
 
 
-class Op(msgspec.Struct):
+class Op(msgspec.Struct, omit_defaults=True):
     """An operation without an outcome."""
 
     key: OperationKey
@@ -62,6 +63,23 @@ class Op(msgspec.Struct):
     def ready_s(self) -> float:
         """Time since which the operation waits for no other deployment."""
         return max(self.queued_s, self.eligible_s)
+
+
+class Ending(msgspec.Struct):
+    """Operations of a deployment that have all failed with one error, as far as their outcomes are
+    not written yet."""
+
+    error: ErrorInfo
+    ops: list[Op]
+
+    @property
+    def tenant(self) -> str:
+        return self.ops[0].key.tenant
+
+    def take(self, count: int) -> list[Op]:
+        """Remove and return the first operations."""
+        taken, self.ops = self.ops[:count], self.ops[count:]
+        return taken
 
 
 class Mutation(msgspec.Struct, frozen=True):

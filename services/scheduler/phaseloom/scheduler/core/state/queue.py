@@ -116,6 +116,29 @@ class OperationQueue(msgspec.Struct):
         self._pass()
         return self.next_seq > before
 
+    def take_open(self) -> list[Op]:
+        """Record that no open operation will be completed, and return them in order.
+
+        Those above a gap also stay until it is filled. The caller records them as ended.
+        """
+        open_seqs = sorted(seq for seq, op in self.operations.items() if not op.has_ended)
+        ops = [*(self.operations[seq] for seq in open_seqs), *self.unordered.values()]
+        self.unordered = {}
+        self.queued_syncs = {}
+        self.snapshots = []
+        self.not_completed = sorted([*self.not_completed, *open_seqs])
+        while self.operations.pop(self.next_seq, None) is not None:
+            self.next_seq += 1
+        self.head_seq = self.next_seq
+        return ops
+
+    def first_gap(self) -> int:
+        """Return the lowest seq that was not queued yet."""
+        gap = self.next_seq
+        while gap in self.operations:
+            gap += 1
+        return gap
+
     def _pass(self) -> None:
         """Advance `head_seq` past operations that have ended or have a snapshot."""
         seq = max(self.next_seq, self.head_seq)

@@ -44,6 +44,8 @@ class FollowUp(StrEnum):
 
     WAKE = "wake"
     """Operations: a dependency of theirs has ended."""
+    WRITE_ENDINGS = "write_endings"
+    """Operations that failed together: their outcomes are written."""
     FALL_BACK = "fall_back"
     """Jobs: one of their deployments cannot be rebuilt from stored data."""
     FAIL_JOB = "fail_job"
@@ -67,6 +69,11 @@ class FollowUp(StrEnum):
     SHOW_JOB = "show_job"
 
 
+MAX_AT_ONCE = 128
+"""Operations that one step ends or looks at again as consequences of its event, at most. Later
+steps, caused by a timer, handle the rest, so that events of other tenants come in between."""
+
+
 @dataclass(slots=True)
 class Step:
     state: State
@@ -79,6 +86,8 @@ class Step:
     """Deployments whose operations may have become ready, or stopped being ready."""
     follow_ups: dict[FollowUp, Subjects] = field(default_factory=dict)
     """Outstanding follow-ups."""
+    room: int = MAX_AT_ONCE
+    """Operations that this step may still end or look at again as consequences of its event."""
     config: SchedulerConfig = field(init=False)
     """The configuration. It is the first entry of the log, so it always exists when something is
     decided."""

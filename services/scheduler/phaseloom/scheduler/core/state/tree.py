@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.events import PhaseTrace
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.specs import SchedulerConfig
@@ -17,8 +18,9 @@ from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Leave, Node
 from phaseloom.scheduler.core.state.observed import MAX_SIZES, Observed, name_of
+from phaseloom.scheduler.core.state.operation import Ending, Op
 
-CORE_VERSION = 1
+CORE_VERSION = 2
 """Raised whenever the same log would give other commands, or the state has another shape.
 `upgrades` turns the snapshot of an older version into one of this version."""
 
@@ -49,6 +51,13 @@ class State(msgspec.Struct):
     """Timer → when it fires."""
     waiters: dict[str, list[str]] = {}
     """Operation → the operations that wait for it."""
+    woken: list[str] = []
+    """Operations to look at again, because a dependency has ended or their job drains; the last one
+    is next."""
+    endings: list[Ending] = []
+    """Failed operations whose outcomes are not written yet; the first group is next."""
+    is_continuing: bool = False
+    """Whether a timer is set for the rest of `woken` and `endings`."""
     cluster: Cluster = msgspec.field(default_factory=Cluster)
     """Placement's view of the cluster: nodes, groups, and the jobs placed or waiting."""
     replanning: int = 0
@@ -165,6 +174,29 @@ class State(msgspec.Struct):
     def pop_waiters(self, operation: str) -> list[str]:
         """Remove and return the operations that wait for this one."""
         return self.waiters.pop(operation, [])
+
+    # --- operations that are handled by several steps --------------------------------------------
+
+    def wake(self, operations: list[str]) -> None:
+        self.woken += operations
+
+    def pop_woken(self) -> str:
+        return self.woken.pop()
+
+    def add_ending(self, ending: Ending) -> None:
+        self.endings.append(ending)
+
+    def take_ending(self, count: int) -> tuple[list[Op], ErrorInfo]:
+        """Remove some failed operations, and return them with their error. The other groups are
+        next."""
+        ending = self.endings.pop(0)
+        ops = ending.take(count)
+        if ending.ops:
+            self.endings.append(ending)
+        return ops, ending.error
+
+    def set_continuing(self, is_continuing: bool) -> None:
+        self.is_continuing = is_continuing
 
     # --- moves, and nodes that are to be left ----------------------------------------------------
 

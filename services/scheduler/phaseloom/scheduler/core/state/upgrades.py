@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from phaseloom.common.contract.ids import OperationKey
+
 Tree = dict[str, Any]
 """The state as plain MessagePack values: mappings, lists, numbers, text."""
 Upgrade = Callable[[Tree], None]
@@ -24,7 +26,15 @@ def unchanged(tree: Tree) -> None:
     """Change nothing: the next version can read this version's tree."""
 
 
-UPGRADES: Mapping[int, Upgrade] = {}
+def _name_readers(tree: Tree) -> None:
+    """Version 2 keeps the readers of a named version by their text forms."""
+    for job in tree["jobs"].values():
+        for named in job["versions"]["named"].values():
+            keys = [OperationKey(**key) for key in named["readers"]]
+            named["readers"] = {str(key): key.deployment_name for key in keys}
+
+
+UPGRADES: Mapping[int, Upgrade] = {1: _name_readers}
 """Core version → the upgrade of its tree to the next version."""
 
 
