@@ -67,9 +67,14 @@ async def link(source: str) -> AsyncIterator[Link]:
     running = Link(source)
 
     async def upstream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while chunk := await reader.read(65536):
-            writer.write(chunk)
-        writer.write_eof()
+        # A fetch that closes its stream with bytes unread resets it. Its source must hear of that,
+        # or it waits for the next request, and this end for the source.
+        try:
+            while chunk := await reader.read(65536):
+                writer.write(chunk)
+            writer.write_eof()
+        except OSError:
+            writer.transport.abort()
 
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ends = [writer]
