@@ -14,7 +14,8 @@ import uvloop
 
 from phaseloom.common.process.watchdog import LIMIT_S, watching
 
-_LONG_S = 2 * LIMIT_S
+_LONG_S = 8 * LIMIT_S
+"""So long that it is noticed even if the kernel notices late that the timer has expired."""
 
 
 def work(seconds: float) -> None:
@@ -28,6 +29,14 @@ async def long_callback() -> None:
 
 
 async def long_c_call() -> None:
+    """A C call after an idle time, when only the late timer runs."""
+    msgspec.msgpack.decode(LONG_PAYLOAD)
+
+
+async def long_c_call_of_a_busy_loop() -> None:
+    for _ in range(50):
+        work(0.003)
+        await asyncio.sleep(0)
     msgspec.msgpack.decode(PAYLOAD)
 
 
@@ -78,6 +87,7 @@ async def rare_work() -> None:
 
 
 PAYLOAD = msgspec.msgpack.encode([{"tokens": [1]}] * 200_000)
+LONG_PAYLOAD = msgspec.msgpack.encode([{"tokens": [1]}] * 600_000)
 
 
 @pytest.fixture
@@ -96,7 +106,9 @@ def stalls(caplog: pytest.LogCaptureFixture) -> Callable[[Callable[[], object]],
     return run
 
 
-@pytest.mark.parametrize("call", [long_callback, long_c_call, long_timer])
+@pytest.mark.parametrize(
+    "call", [long_callback, long_c_call, long_c_call_of_a_busy_loop, long_timer]
+)
 def test_long_callback_is_logged_once_with_its_place(
     call: Callable[[], object], stalls: Callable[[Callable[[], object]], list[str]]
 ) -> None:
