@@ -79,7 +79,11 @@ def warm(others: Iterable[Path] = ()) -> Iterator[None]:
             for name in names:
                 started.enter_context(_started_when_asked(directory / name, python))
         patch.setenv(WARM, ":".join([str(directory), *pythons]))
-        patch.setenv("PYTHONPATH", str(Path(__file__).with_name("warmstart")), prepend=os.pathsep)
+        # As `pythonpath` in pyproject.toml, for the processes that tests start.
+        root = Path(__file__).parents[2]
+        packages = [*root.glob("libs/*"), *root.glob("services/*")]
+        paths = [Path(__file__).with_name("warmstart"), *packages]
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)), prepend=os.pathsep)
         yield
     shutil.rmtree(directory)
 
