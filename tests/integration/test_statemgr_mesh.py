@@ -135,10 +135,14 @@ async def test_bit_that_flips_in_a_host_copy_costs_the_job_nothing(short_dir: Pa
     async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as t:
         jobs = [await t.submit_job(name, NOOP[:1]) for name in ("first", "second")]
         first, second = (job.deployment("policy") for job in jobs)
-        for _ in range(3):
+        for _ in range(4):
             await first.optim_step(client.AdamParams(1e-3))
         before = await first.publish_weights()
         await second.optim_step(client.AdamParams(1e-3))
+        # Seals are written from host copies, too: a bit that flips meanwhile would spoil them.
+        await log.until(
+            lambda e: isinstance(e, SealCommitted) and e.deployment.job == "first" and e.seq == 4
+        )
         await _digested(mesh, "train-0")
         pid = program_pid(*mesh.pids("statemgr-train-0"))
         flip_in_memory(pid, f"the host copy of {TENANT}.first.policy", place=0)
