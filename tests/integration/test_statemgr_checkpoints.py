@@ -20,6 +20,7 @@ import pytest
 from msgspec import structs
 from safetensors.numpy import load_file
 
+from phaseloom.common.contract.checkpoints import EraseCheckpoint, SetExpiry
 from phaseloom.common.contract.codec import JSON
 from phaseloom.common.contract.commands import Permit
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
@@ -78,7 +79,13 @@ def heap_bytes(num_ranks: int = 1) -> int:
 
 @asynccontextmanager
 async def saving(
-    short_dir: Path, *, host_bytes: int = 256 * MiB, file_bytes: int = 10**9, home: str = "."
+    short_dir: Path,
+    *,
+    host_bytes: int = 256 * MiB,
+    file_bytes: int = 10**9,
+    home: str = ".",
+    max_bytes: int = 10**9,
+    limits: dict[str, dict[str, int]] | None = None,
 ) -> AsyncIterator[Daemon]:
     """Args: home: of the daemon; its checkpoints are where all others' are."""
     async with daemon(
@@ -86,6 +93,8 @@ async def saving(
         host_bytes=host_bytes,
         CHECKPOINT_ROOT=str(short_dir / "checkpoints"),
         CHECKPOINT_FILE_BYTES=str(file_bytes),
+        MAX_CHECKPOINT_BYTES=str(max_bytes),
+        TENANT_LIMITS=json.dumps(limits or {}),
     ) as d:
         yield d
 
@@ -683,3 +692,67 @@ async def test_name_that_is_being_written_is_taken(short_dir: Path) -> None:
         await first
         assert_holds(place(d, "one"), expected)
         assert left_over(d) == []
+
+
+# --- a tenant's limit ----------------------------------------------------------------------------
+
+STRANGER = DeploymentKey("other", "sums", "policy")
+
+
+async def refused_save(rank: Rank, name: str) -> ResourceError:
+    with pytest.raises(ResourceError) as refused:
+        await save(rank, name)
+    info = refused.value.info
+    assert info.code is Code.RESOURCE_EXHAUSTED
+    assert info.details["bound"] == "max_checkpoint_bytes"
+    assert "max_checkpoint_bytes" in info.remedy
+    return refused.value
+
+
+async def test_checkpoints_of_a_tenant_have_a_limit_that_deleted_ones_leave(
+    short_dir: Path,
+) -> None:
+    size = sum(slot.num_bytes for slot in slots())
+    limits = {STRANGER.tenant: {"max_checkpoint_bytes": 0}}
+    async with saving(short_dir, max_bytes=5 * size // 2, limits=limits) as d:
+        rank = await active(d)
+        await save(rank, "first")
+        await save(rank, "second")
+        before = await used_bytes(d)
+        await refused_save(rank, "third")
+        assert not place(d, "third").exists()
+        assert left_over(d) == []
+        assert await used_bytes(d) == before
+        await d.relaunch()
+        await refused_save(rank, "third")
+        other = await active(d, STRANGER)
+        for name in ("first", "second", "third"):
+            await save(other, name)
+        await d.agent.switch_in(POLICY, 1, 2, [STRANGER])
+        await rank.client.remove_checkpoint("first")
+        await save(rank, "third")
+        await refused_save(rank, "fourth")
+        await d.agent.checkpoints(SetExpiry(POLICY, "third", 0.01))
+        while not (await d.agent.expired_checkpoints()).checkpoints:
+            await asyncio.sleep(0.01)
+        await d.agent.checkpoints(EraseCheckpoint(POLICY, "third", if_expired=True))
+        await save(rank, "fourth")
+
+
+async def test_checkpoints_that_are_not_written_yet_count_and_cannot_pass_the_limit_together(
+    short_dir: Path,
+) -> None:
+    size = sum(slot.num_bytes for slot in slots())
+    async with saving(short_dir, max_bytes=3 * size // 2) as d:
+        rank, other = await active(d), await active(d, OTHER)
+        saves = [each.client.take_snapshot("op", "c", each.seq) for each in (rank, other)]
+        results = await asyncio.gather(*saves, return_exceptions=True)
+        assert [type(result) for result in results if result] == [ResourceError]
+        first, second = (other, rank) if results[0] else (rank, other)
+        # The daemon still has the snapshot after a restart, and with it the reservation.
+        await d.relaunch()
+        await refused_save(second, "c")
+        await first.client.write_checkpoint("op", "c", CONFIG, 0)
+        await refused_save(second, "c")
+        await first.client.remove_checkpoint("c")
+        await save(second, "c")

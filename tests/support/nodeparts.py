@@ -31,5 +31,6 @@ def parts_on(
         Checkpoints(checkpoint_root, node.ledger.node),
         node.directory,
         checkpoint_file_bytes=10**9,
+        checkpoint_bytes_of=lambda _: 0,
         nvme_budget_bytes=nvme_bytes,
     )

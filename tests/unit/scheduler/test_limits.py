@@ -13,13 +13,14 @@ from phaseloom.common.contract.events import (
     JobSubmitted,
 )
 from phaseloom.common.contract.ids import DeploymentKey, JobKey
+from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import (
     DeploymentSpec,
     JobSpec,
     SchedulerConfig,
     SchedulerSettings,
 )
-from phaseloom.scheduler.core.state.outputs import Answer
+from phaseloom.scheduler.core.state.outputs import Answer, WriteCompletion
 from phaseloom.scheduler.core.state.tree import State
 from phaseloom.scheduler.main import Config
 from tests.support.world import CONFIG, TENANT, World, spec
@@ -101,6 +102,34 @@ def test_names_of_ended_jobs_and_deleted_deployments_count() -> None:
     assert create(world, "a", spec("y", "rollout")) == ""
 
 
+def publish(world: World, seq: int, ttl_s: float) -> None:
+    event = world.queue("a", "policy", seq, "publish_weights")
+    world.drop(lambda pending: pending is event)
+    world.later(0, replace(event, ttl_s=ttl_s))
+
+
+def test_versions_that_may_be_named_count_from_when_they_are_queued_until_they_expire() -> None:
+    world = World(config=replace(CONFIG, max_versions=2))
+    world.submit("a")
+    world.run()
+    for seq, ttl_s in ((1, 100.0), (2, 0.0), (3, 100.0), (4, 100.0), (5, 0.0)):
+        publish(world, seq, ttl_s)
+    world.run(until_s=world.now_s + 10)
+    failed = [key for key, outcome in world.done.items() if outcome is not Outcome.COMPLETED]
+    assert failed == ["t.a.policy.4"]
+    written = [o for made in world.outputs for o in made if isinstance(o, WriteCompletion)]
+    assert [bound_of(o.completion.error) for o in written] == ["max_versions"]
+    world.run()  # They expire.
+    for seq in (6, 8):
+        publish(world, seq, 100.0)
+    world.run(until_s=world.now_s + 10)
+    publish(world, 9, 100.0)  # 8 waits behind a gap, and counts.
+    world.run(until_s=world.now_s + 10)
+    assert world.done["t.a.policy.6"] is Outcome.COMPLETED
+    assert world.done["t.a.policy.9"] is Outcome.FAILED
+    world.check_replay(snapshot_every=1)
+
+
 def test_limit_of_one_tenant_replaces_the_default() -> None:
     world = World(config=replace(CONFIG, max_jobs=1, tenant_limits={"big": {"max_jobs": 2}}))
     world.run()
@@ -113,6 +142,7 @@ def test_logs_from_before_the_limits_are_replayed_without_them() -> None:
     assert settings.max_jobs
     assert SchedulerConfig.of(Config()).max_jobs == settings.max_jobs
     assert CONFIG.max_jobs == CONFIG.max_deployments == CONFIG.max_ranks == CONFIG.max_names == 0
+    assert CONFIG.max_versions == 0
 
 
 def test_bytes_of_outcomes_expire_or_are_dropped_by_the_minute() -> None:

@@ -173,7 +173,8 @@ class MeshConfig(msgspec.Struct, frozen=True):
     """Size limit of a tenant's operation stream; a full stream refuses operations."""
     tenant_limits: TenantLimits = msgspec.field(default_factory=dict)
     """Limits of single tenants, by name: `max_operations`, `max_bytes`, `rate`, `burst`,
-    `api_rate`, `api_burst`, `max_jobs`, `max_deployments`, `max_ranks`, `max_names`."""
+    `api_rate`, `api_burst`, `max_jobs`, `max_deployments`, `max_ranks`, `max_names`,
+    `max_versions`, `max_checkpoint_bytes`."""
     checkpoint_root: str = ""
     """Directory of checkpoints, which later runs can also load. Empty: a directory of this run."""
     gateway_port: int = 0

@@ -185,6 +185,7 @@ def _node(
         "DEVICES": node.devices,
         "HOST_MEMORY_BYTES": node.host_memory_bytes,
         "CHECKPOINT_ROOT": checkpoints,
+        "TENANT_LIMITS": config.tenant_limits,
     }
     worker = {
         "NODE": node.name,

@@ -9,6 +9,7 @@ import math
 import resource
 import shutil
 import socket
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,7 @@ import msgspec
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.state_rank import StateMessage
+from phaseloom.common.contract.tenantlimits import TenantLimits, check_tenant_limits
 from phaseloom.common.observability import metrics
 from phaseloom.common.observability.metrics import Reading
 from phaseloom.common.process import lifecycle, machine
@@ -82,6 +84,11 @@ class StateManagerConfig(msgspec.Struct, frozen=True):
     """The directory that holds `<tenant>/<job>/<deployment>/<checkpoint>`. It must be the same on
     all nodes if deployments that move are to find their checkpoints. Empty: no checkpoint can be
     saved or loaded."""
+    max_checkpoint_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """The most bytes of a tenant's checkpoints under `checkpoint_root`, including those being
+    written and those that a deployment has loaded. 0: no limit; None: half of the file system."""
+    tenant_limits: TenantLimits = msgspec.field(default_factory=dict)
+    """Limits of single tenants that replace `max_checkpoint_bytes`."""
     checkpoint_file_bytes: int = 5_000_000_000
     """The largest size of a checkpoint's files in bytes; a tensor that alone is larger has a larger
     file."""
@@ -115,6 +122,16 @@ class StateManagerConfig(msgspec.Struct, frozen=True):
         """Raises: CallerError: a number is out of its bounds, or the machine has less memory."""
         check_bounds(self, "statemgr", _BOUNDS)
         machine.check_memory(self.host_memory_bytes, "statemgr.host_memory_bytes")
+        check_tenant_limits(self.tenant_limits, "statemgr.tenant_limits")
+
+    def checkpoint_bytes_of(self, tenant: str) -> int:
+        """Return the limit of a tenant's checkpoints; 0: there is none."""
+        limit = self.tenant_limits.get(tenant, {}).get(
+            "max_checkpoint_bytes", self.max_checkpoint_bytes
+        )
+        if limit is None:
+            return shutil.disk_usage(self.checkpoint_root).total // 2
+        return int(limit)
 
 
 _BOUNDS = {
@@ -178,6 +195,7 @@ async def _serve(config: StateManagerConfig, stop: asyncio.Event) -> None:
         checkpoints,
         directory if root is None else await asyncio.to_thread(StateDirectory, root),
         checkpoint_file_bytes=config.checkpoint_file_bytes,
+        checkpoint_bytes_of=config.checkpoint_bytes_of,
         nvme_budget_bytes=_nvme_budget(Path(config.directory), config.nvme_bytes),
     )
     for path, header in await asyncio.to_thread(lambda: list(directory.scan())):
@@ -240,6 +258,7 @@ def wire(
     checkpoint_files: StateDirectory,
     *,
     checkpoint_file_bytes: int,
+    checkpoint_bytes_of: Callable[[str], int],
     nvme_budget_bytes: int,
 ) -> Parts:
     """Build the features on a node, each from the parts that it uses.
@@ -286,6 +305,7 @@ def wire(
             ledger=ledger,
             background=node.background,
             file_bytes=checkpoint_file_bytes,
+            limit_of=checkpoint_bytes_of,
         ),
         loader=Loader(checkpoint_files.disk, checkpoints, staging, ranks, frozen, memory),
         catalogue=Catalogue(checkpoints),

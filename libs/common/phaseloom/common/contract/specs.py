@@ -316,6 +316,9 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_names: int = 10_000
     """Names of a tenant's jobs, including ended ones that are still kept, at most; and names that
     one job's deployments have ever had. 0: no limit."""
+    max_versions: int = 1_000
+    """Weights versions of one job that are published with a `ttl_s`, at most, as long as they may
+    be named; 0: no limit."""
     tenant_limits: TenantLimits = {}
     """Limits of single tenants that replace those above."""
     max_group_jobs: int = 5
@@ -364,6 +367,7 @@ class SchedulerConfig(SchedulerSettings, frozen=True, kw_only=True):
     max_deployments: int = 0
     max_ranks: int = 0
     max_names: int = 0
+    max_versions: int = 0
 
     @classmethod
     def of(cls, settings: SchedulerSettings) -> SchedulerConfig:
@@ -385,6 +389,7 @@ SCHEDULER_BOUNDS: Mapping[str, tuple[float, float]] = {
     "max_deployments": (0, math.inf),
     "max_ranks": (0, math.inf),
     "max_names": (0, math.inf),
+    "max_versions": (0, math.inf),
     "max_group_jobs": (1, math.inf),
     "duty_limit": (0, 1),
     "switch_s": (0, math.inf),

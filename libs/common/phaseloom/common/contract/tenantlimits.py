@@ -17,7 +17,10 @@ TenantLimits = dict[str, dict[str, int | float]]
 
 _RATES = ("rate", "api_rate")
 _BURSTS = ("burst", "api_burst")
-_TOTALS = ("max_operations", "max_bytes", "max_jobs", "max_deployments", "max_ranks", "max_names")
+_TOTALS = (
+    *("max_operations", "max_bytes", "max_jobs", "max_deployments", "max_ranks", "max_names"),
+    *("max_versions", "max_checkpoint_bytes"),
+)
 NAMES = (*_TOTALS, *_RATES, *_BURSTS)
 
 

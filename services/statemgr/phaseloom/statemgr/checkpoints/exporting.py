@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +29,10 @@ from phaseloom.common.contract.state_rank import (
     TakeSnapshot,
     WriteCheckpoint,
 )
+from phaseloom.common.contract.tenantlimits import limit_exceeded
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import error_boundary
+from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.checkpoints.files import Checkpoints, name_taken, writing
 from phaseloom.statemgr.checkpoints.marker import Marker
 from phaseloom.statemgr.checkpoints.shards import Written, write_state
@@ -133,6 +135,17 @@ def _beginning(snapshot: Snapshot, rank: int) -> str:
     return f"{_prefix(snapshot)}-{snapshot.incarnation:d}-{rank:d}"
 
 
+def _checkpoint_bytes(tables: Sequence[TensorTable], num_ranks: int) -> int:
+    """Return the size of a checkpoint of ranks of which this node has these; the others are alike.
+
+    Equal slices of several ranks count once.
+    """
+    slices = {
+        (slot.name, *slot.start): slot.num_bytes for table in tables for slot in table.tensors
+    }
+    return sum(slices.values()) * max(num_ranks, 1) // len(tables)
+
+
 MAX_OPERATION_CHARS = 200
 """Longest id of an operation: it is in the node's manifest and in a file."""
 
@@ -161,9 +174,14 @@ class Exporter:
         ledger: Ledger,
         background: Background,
         file_bytes: int,
+        limit_of: Callable[[str], int],
     ) -> None:
         """Args: directory: the state directory at the checkpoint root. file_bytes: the most bytes
-        in one file of a checkpoint, unless one tensor is larger."""
+        in one file of a checkpoint, unless one tensor is larger. limit_of: tenant → the most bytes
+        of its checkpoints; 0: no limit."""
+        self._limit_of = limit_of
+        self._admitted: dict[tuple[DeploymentKey, str], int] = {}
+        """Snapshots that are about to be taken → bytes of their checkpoints."""
         self._ledger = ledger
         self._background = background
         self._snapshots = snapshots
@@ -184,8 +202,8 @@ class Exporter:
         exists, or its checkpoint is written.
 
         Raises: CallerError: ALREADY_EXISTS: the checkpoint belongs to another operation;
-                FAILED_PRECONDITION: another seq was applied last. ResourceError: no host memory,
-                with the numbers; a rank is lost.
+                FAILED_PRECONDITION: another seq was applied last. ResourceError: no host memory, or
+                the tenant's checkpoints would exceed their limit, with the numbers; a rank is lost.
         """
         key, operation = rank.wpg.key, request.operation
         if not 0 < len(operation) <= MAX_OPERATION_CHARS:
@@ -214,8 +232,48 @@ class Exporter:
             for old in self._snapshots.of(key):
                 if (key, old.operation) not in self._writes:
                     self._staging.free(old)
-            await self._staging.snapshot(rank.wpg, request)
+            if not rank.wpg.rank_offset:  # the node of rank 0 writes the checkpoint
+                await self._admit(rank.wpg, operation)
+            try:
+                await self._staging.snapshot(rank.wpg, request)
+            finally:
+                self._admitted.pop((key, operation), None)
         return SnapshotTaken()
+
+    async def _admit(self, wpg: Wpg, operation: str) -> None:
+        """Reserve disk space for a checkpoint. Once its snapshot is taken, that holds the
+        reservation.
+
+        Raises: ResourceError: RESOURCE_EXHAUSTED: the tenant's checkpoints would exceed their
+                limit.
+        """
+        tenant = wpg.key.tenant
+        limit = await asyncio.to_thread(self._limit_of, tenant)
+        if not limit:
+            return
+        num_bytes = _checkpoint_bytes([rank.table for rank in wpg.ranks], wpg.num_ranks)
+        # A checkpoint may be committed while the disk is read. Then it counts twice, not never.
+        reserved = self._reserved(tenant)
+        stored = await asyncio.to_thread(self._checkpoints.num_bytes, tenant)
+        reserved |= self._reserved(tenant)
+        used = stored + sum(reserved.values()) + num_bytes
+        if used > limit:
+            raise limit_exceeded(
+                "max_checkpoint_bytes",
+                "bytes of checkpoints would be stored",
+                used,
+                limit,
+                "delete checkpoints, or save them with `keep` or `ttl_s`",
+            )
+        self._admitted[wpg.key, operation] = num_bytes
+
+    def _reserved(self, tenant: str) -> dict[tuple[DeploymentKey, str], int]:
+        """Bytes of the tenant's checkpoints that are not written yet."""
+        reserved = dict(self._admitted)
+        for place, snapshot in self._snapshots.items():
+            tables = [part.table for part in snapshot.parts]
+            reserved[place] = _checkpoint_bytes(tables, snapshot.num_ranks)
+        return {place: size for place, size in reserved.items() if place[0].tenant == tenant}
 
     async def _written_by(
         self, key: DeploymentKey, request: TakeSnapshot | WriteCheckpoint

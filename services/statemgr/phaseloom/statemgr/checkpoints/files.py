@@ -51,6 +51,7 @@ from phaseloom.statemgr.disk.files import sync_directory
 log = logging.getLogger(__name__)
 
 _NUM_PINS = 2
+_STAT_BLOCK_BYTES = 512
 _LOAD_DIGITS = 16
 EXPIRY_FILE = "expires"
 """Has the time at which a checkpoint expires, in Unix seconds. Without it the checkpoint is
@@ -315,6 +316,21 @@ class Checkpoints:
         return deployment.with_name(f".{deployment.name}.loaded")
 
     # --- housekeeping ---
+
+    def num_bytes(self, tenant: str) -> int:
+        """Return the disk space of a tenant's checkpoints, with linked files once, and without
+        what this node is writing."""
+        assert self.root is not None
+        writing = f".{self.node}.draft", f".{self.node}.part"
+        sizes: dict[tuple[int, int], int] = {}
+        for directory, subdirectories, names in os.walk(self.root / tenant):
+            subdirectories[:] = [name for name in subdirectories if not name.endswith(writing)]
+            for name in names:
+                with suppress(FileNotFoundError):  # it has just been removed
+                    found = os.lstat(os.path.join(directory, name))
+                    if not name.endswith(writing):
+                        sizes[found.st_dev, found.st_ino] = found.st_blocks * _STAT_BLOCK_BYTES
+        return sum(sizes.values())
 
     def sweep(self) -> None:
         """Remove the drafts that an earlier daemon of this node left. A checkpoint that was being

@@ -42,15 +42,10 @@ def refusal(
         ("max_names", "names of jobs", len(jobs) + 1 if old is None else 0, _REUSE, "job"),
         ("max_names", "names of deployments", len(names - known) and len(names), _REUSE, field),
     ):
-        limit = _limit(step, key.tenant, bound)
+        limit = step.limit_of(key.tenant, bound)
         if limit and used > limit:
             return limit_exceeded(bound, f"{label} would exist", used, limit, remedy, field=at).info
     return None
 
 
 _REUSE = "use the name of one that has ended"
-
-
-def _limit(step: Step, tenant: str, bound: str) -> int:
-    default: int = getattr(step.config, bound)
-    return int(step.config.tenant_limits.get(tenant, {}).get(bound, default))

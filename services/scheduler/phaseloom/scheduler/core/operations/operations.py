@@ -110,6 +110,13 @@ def _admit(step: Step, deployment: Deployment, op: Op) -> None:
         )
         end_now(step, deployment, op, error)
         return
+    if op.kind == "publish_weights" and op.ttl_s:
+        exceeded = reads.too_many_named(step, deployment)
+        if exceeded is not None:
+            end_now(step, deployment, op, exceeded)
+            return
+        assert op.key.seq is not None
+        deployment.queue.note_naming(op.key.seq)
     if op.version is not None:
         if op.is_mutating:
             assert op.key.seq is not None

@@ -15,6 +15,7 @@ from phaseloom.common.contract.commands import ReleaseVersions
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.specs import Adapter, DeploymentSpec, ModelSpec
+from phaseloom.common.contract.tenantlimits import limit_exceeded
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import JobVersions
 from phaseloom.scheduler.core.state.node import Node
@@ -25,6 +26,22 @@ from phaseloom.scheduler.core.state.transitions import OpState
 _FIELD = "args.weights"
 _KEEP = "name an existing version; publish with a ttl_s that lasts until the version is read"
 _LOAD = "use a deployment of the same model, or load the weights with sync_weights or load_state"
+
+
+def too_many_named(step: Step, deployment: Deployment) -> ErrorInfo | None:
+    """Return the error if a publish would exceed the versions of its job that may be named."""
+    job = step.job_of(deployment)
+    limit = step.limit_of(job.key.tenant, "max_versions")
+    if not limit:
+        return None
+    nameable = [v for v in job.versions.named.values() if v.until_s > step.now_s]
+    publishing = [seq for d in step.deployments_of(job) for seq in d.queue.naming]
+    used = len(nameable) + len(publishing) + 1
+    if used <= limit:
+        return None
+    remedy = "publish with a shorter ttl_s, or without one; wait until some have expired"
+    label = "weights versions of the job could be named"
+    return limit_exceeded("max_versions", label, used, limit, remedy, field="args.ttl_s").info
 
 
 def start_reading(step: Step, op: Op) -> None:

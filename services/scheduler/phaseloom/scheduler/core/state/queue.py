@@ -31,6 +31,8 @@ class OperationQueue(msgspec.Struct):
     """Highest seq of this deployment that any operation has named in `after`."""
     queued_syncs: dict[int, VersionKey] = {}
     """seq of each open `sync_weights` → the weights version that it loads."""
+    naming: list[int] = []
+    """Seqs of the open `publish_weights` whose version may be named for a while."""
     missing_gradients: list[int] = []
     """Seqs of the `forward_backward`s since the last optimiser step that did not complete."""
     snapshots: list[int] = []
@@ -78,6 +80,9 @@ class OperationQueue(msgspec.Struct):
     def note_sync(self, seq: int, version: VersionKey) -> None:
         self.queued_syncs[seq] = version
 
+    def note_naming(self, seq: int) -> None:
+        self.naming.append(seq)
+
     def note_snapshot(self, op: Op) -> None:
         """Record that the snapshot of a `save_state` was taken. The operations behind it may now
         run."""
@@ -103,6 +108,8 @@ class OperationQueue(msgspec.Struct):
             self.unordered.pop(op.key.slot, None)
             return False
         self.queued_syncs.pop(seq, None)
+        if seq in self.naming:
+            self.naming.remove(seq)
         if op.has_snapshot:
             self.snapshots.remove(seq)
             op.has_snapshot = False
@@ -125,6 +132,7 @@ class OperationQueue(msgspec.Struct):
         ops = [*(self.operations[seq] for seq in open_seqs), *self.unordered.values()]
         self.unordered = {}
         self.queued_syncs = {}
+        self.naming = []
         self.snapshots = []
         self.not_completed = sorted([*self.not_completed, *open_seqs])
         while self.operations.pop(self.next_seq, None) is not None:
@@ -176,6 +184,7 @@ class OperationQueue(msgspec.Struct):
         head = self.operations.get(self.head_seq)
         is_head = head is None or not (head.has_ended or head.has_snapshot)
         assert is_head, f"{name}: head_seq {self.head_seq} should have advanced"
+        assert set(self.naming) <= set(self.operations), f"{name}: a publish that has ended"
         assert set(self.queued_syncs) <= set(self.operations), (
             f"{name}: queued_syncs has a sync that has ended"
         )

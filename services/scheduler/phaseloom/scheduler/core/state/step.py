@@ -175,6 +175,11 @@ class Step:
         names = [prefix + spec.name for spec in job.spec.deployments]
         return [deployments[name] for name in names if name in deployments]
 
+    def limit_of(self, tenant: str, bound: str) -> int:
+        """Return a tenant's bound; 0: it has none."""
+        default: int = getattr(self.config, bound)
+        return int(self.config.tenant_limits.get(tenant, {}).get(bound, default))
+
     # --- changing -------------------------------------------------------------------------------
 
     def follow_up(self, kind: FollowUp, subject: str = "", error: ErrorInfo | None = None) -> None:
