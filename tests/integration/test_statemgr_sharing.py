@@ -22,7 +22,7 @@ from phaseloom.common.contract.state_agent import (
     StatusReport,
     StatusRequest,
 )
-from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.contract.state_layout import TensorSlot, VersionPart, VersionParts
 from phaseloom.common.contract.state_rank import (
     CommitInitial,
     Copied,
@@ -36,7 +36,9 @@ from phaseloom.common.contract.state_rank import (
     Unmap,
 )
 from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.common.tensors.versionparts import layout_digest, part_name, part_of
 from phaseloom.common.transport.framing import Peer, close_fds
+from phaseloom.worker.state.layouts import packed
 from tests.support.meshcerts import SECRET
 from tests.support.readversions import load_version, open_version
 from tests.support.statedaemon import (
@@ -346,6 +348,15 @@ async def synced(d: Daemon, sampler: Rank, policy: Rank, version: VersionKey, se
     await sampler.client.versions.hold(version, seq)
     sampler.seq = seq
     return digest
+
+
+async def publish_in_one_part(policy: Rank) -> VersionKey:
+    part = part_of(VERSION, part_name(0, 1))
+    copy = await policy.client.versions.create(part, policy.slots)
+    table = TensorTable.of(packed(policy.slots)[0]).packed
+    entry = VersionPart(part.part, copy.num_bytes, copy.digest, table)
+    await policy.client.versions.commit_parts(VERSION, VersionParts(layout_digest(table), [entry]))
+    return part
 
 
 async def test_sampler_refers_to_the_memory_of_the_version_it_has(short_dir: Path) -> None:
@@ -719,10 +730,10 @@ async def test_stale_files_go_before_anything_goes_down_under_their_names(short_
 async def test_sync_that_could_not_be_offloaded_is_refused_before_it_writes(
     short_dir: Path,
 ) -> None:
-    """A version of another layout cannot be the host copy: that needs room of its own."""
+    """A part of a version cannot be the host copy: that needs room of its own."""
     spread = [moved(slots_of(SIZE)[0], 4096)]
     async with daemon(
-        short_dir, devices=[3 * SIZE], host_bytes=3 * SIZE + 8192, NVME_BYTES="0"
+        short_dir, devices=[3 * SIZE], host_bytes=3 * SIZE + 12288, NVME_BYTES="0"
     ) as d:
         policy = await start(d, POLICY, SIZE)
         sampler = await start(d, SAMPLER, SIZE + 4096, slots=spread, frozen=True)
@@ -730,20 +741,23 @@ async def test_sync_that_could_not_be_offloaded_is_refused_before_it_writes(
         await d.agent.switch_in(SAMPLER, 1, 1, [])
         before = sampler.digest()
         policy.run(1)
+        part = await publish_in_one_part(policy)
         with pytest.raises(ResourceError, match="needs 2101248 bytes of host memory"):
-            await synced(d, sampler, policy, VERSION, 2)
+            await load_version(sampler.client, part, [], sampler.slots)
         assert sampler.digest() == before
         await d.agent.switch_out(SAMPLER, 1, 2)
         await d.agent.drop_wpg(POLICY, 1)
         await d.agent.switch_in(SAMPLER, 1, 3, [])
-        await load_version(sampler.client, VERSION, [], sampler.slots)
+        await load_version(sampler.client, part, [], sampler.slots)
         sampler.seq = 2
         after = sampler.digest()
         report = await d.agent.status()
-        assert report.host_used_bytes == SIZE + 2 * (SIZE + 4096)  # its place is taken already
+        manifest_bytes = 4096
+        # its place is taken already
+        assert report.host_used_bytes == SIZE + manifest_bytes + 2 * (SIZE + 4096)
         await d.agent.switch_out(SAMPLER, 1, 4)
         assert await visit(d, sampler, SAMPLER, 5) == after
-        assert (await d.agent.status()).host_used_bytes == 2 * SIZE + 4096
+        assert (await d.agent.status()).host_used_bytes == 2 * SIZE + manifest_bytes + 4096
 
 
 def moved(slot: TensorSlot, offset: int) -> TensorSlot:
@@ -800,14 +814,14 @@ async def test_descriptor_on_its_way_is_that_of_the_version_though_it_is_dropped
     async with daemon(short_dir, devices=[2 * SIZE]) as d:
         policy, sampler = await policy_and_sampler(d, MiB)
         policy.run(1)
-        await policy.client.versions.create(VERSION, policy.slots)
+        part = await publish_in_one_part(policy)
         await d.agent.drop_wpg(POLICY, 1)  # so that the version's memory is nobody else's
         agent: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage, keep)
         await agent.call(AgentHello(SECRET))
         await agent.call(StatusRequest())  # it keeps all that there is
         asked.clear()
         answered.clear()
-        opening = asyncio.create_task(open_version(sampler.client, VERSION, [], policy.slots))
+        opening = asyncio.create_task(open_version(sampler.client, part, [], policy.slots))
         await asked.wait()  # for the copy that the sampler may need now
         dropping = asyncio.create_task(agent.call(DropVersions([VERSION])))
         await asyncio.sleep(0)  # it is sent

@@ -257,6 +257,40 @@ async def test_two_jobs_on_one_device_take_turns_and_draw_the_same_bits(
         assert log.failures() == []
 
 
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=["one rank", "tp 2"])
+async def test_switches_through_a_synced_version_change_no_bit(
+    layout: Layout, short_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM's heap is laid out otherwise than the version, which is the only copy in host memory."""
+    rollout = [vllm.SCRATCH_BYTES + 2**20] * layout.num_ranks
+    nodes = [replace(MESH.nodes[0], devices=rollout), MESH.nodes[1]]
+    policy_spec = replace(vllm.spec("fsdp", "policy"), pool="train", trainable=True)
+    async with (
+        running_mesh(replace(MESH, nodes=nodes), short_dir) as (mesh, log),
+        tenant(mesh) as connection,
+    ):
+        job = await connection.submit_job("a", [policy_spec, vllm.spec(layout=layout)])
+        policy, sampler = job.deployment("policy"), job.deployment("sampler")
+        neighbour = await connection.submit_job("b", [vllm.spec(layout=layout)])
+        for step in range(2):
+            args = lesson(step)
+            await policy.forward_backward(args.batch, args.loss)
+            await policy.optim_step(AdamParams(1e-1))
+            await sampler.sync_weights(policy.publish_weights())
+            results = []
+            for _ in range(3):
+                generating = sampler.generate(PROMPTS, SAMPLED, num_samples=4, prompt_logprobs=True)
+                results.append(await generating)
+                await draws(neighbour.deployment("sampler"))
+            assert all(result == results[0] for result in results)
+        assert await asyncio.to_thread(state, run=mesh.run_dir, json=True, node="rollout-0") == 0
+        (line,) = capsys.readouterr().out.splitlines()
+        copies = json.loads(line)["report"]["shared_copies"]
+        held = [copy for copy in copies if copy["version"] is not None]
+        assert [len(copy["users"]) for copy in held] == [layout.num_ranks]
+        assert log.failures() == []
+
+
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=["tp", "pp"])
 async def test_requests_join_stop_and_are_cancelled_on_two_ranks(
     layout: Layout, short_dir: Path

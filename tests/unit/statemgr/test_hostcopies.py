@@ -17,6 +17,7 @@ from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.records.hostcopies import HostCopies, bases_of
 from phaseloom.statemgr.records.incarnations import HostCopy, Rank, State, Step
 from phaseloom.statemgr.records.residency import Residency
+from phaseloom.statemgr.records.versions import Version
 
 SIZE = 64
 SLOT = TensorSlot("w", Role.WEIGHT, "uint8", [SIZE], 0, SIZE)
@@ -152,13 +153,37 @@ def test_jobs_share_nothing_that_one_of_them_can_write() -> None:
 
 def test_memory_of_a_version_is_found() -> None:
     world = World()
-    version = VersionKey(DeploymentKey("a", "job", "policy"), 7)
+    key = VersionKey(DeploymentKey("a", "job", "policy"), 7)
     rank = world.rank("a")
     world.leave(rank)
-    copy = world.copies.add(rank, 5, "digest", version)
-    assert world.copies.of_version(version, 5) is copy
-    assert world.copies.of_version(version, 6) is None
-    assert world.copies.states()[0].version == version
+    version = Version(key, rank.extent_bytes, rank.table, "digest", extent=5)
+    copy = world.copies.add_version(rank, version)
+    assert world.copies.of_version(key, 5) is copy
+    assert world.copies.of_version(key, 6) is None
+    assert world.copies.states()[0].version == key
+    assert not rank.has_other_layout
+
+
+def test_version_in_another_layout_serves_ranks_of_both_layouts() -> None:
+    world = World()
+    key = VersionKey(DeploymentKey("a", "job", "policy"), 7)
+    same, other = world.rank("a"), world.rank("a")
+    for rank in (same, other):
+        world.leave(rank)
+    version = Version(key, same.extent_bytes, same.table, "digest", extent=5)
+    other.heap_bytes += 64
+    assert world.copies.add_version(same, version) is world.copies.add_version(other, version)
+    assert (same.has_other_layout, other.has_other_layout) == (False, True)
+    assert other.copy_bytes == same.extent_bytes
+
+
+def test_equal_bytes_in_other_layouts_are_not_merged() -> None:
+    world = World()
+    first, second = world.rank("a"), world.rank("a")
+    copy, twin = world.hold(first, PRIVATE), world.hold(second, PRIVATE)
+    assert world.copies.twin(copy) is twin
+    twin.table = TensorTable.of([TensorSlot("w", Role.WEIGHT, "uint8", [64], 0, 64)])
+    assert world.copies.twin(copy) is None
 
 
 def test_content_stays_while_a_user_needs_it() -> None:

@@ -279,7 +279,9 @@ def wire(
     stores = node.copies, frozen, node.seals
     sealer = Sealer(ledger, records, memory, ranks, tiering, *stores, verify_version=weights.verify)
     replicator = Replicator(records, node.seals, directory, sealer, weights, home)
-    staging = Staging(ledger, records, memory, ranks, tiering, node.copies, node.background)
+    staging = Staging(
+        *(ledger, records, memory, ranks, tiering, node.copies, frozen, node.background)
+    )
     return Parts(
         ledger=ledger,
         records=records,

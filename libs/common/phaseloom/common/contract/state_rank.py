@@ -181,8 +181,8 @@ class OpenSlices(Message, frozen=True):
 
 
 class HoldVersion(Message, frozen=True):
-    """A frozen heap has exactly the bytes of this version, so the version's memory can serve as its
-    host copy.
+    """The tensors of a frozen heap are those of this version, or slices of them. So the version's
+    memory can serve as its host copy, whatever the layouts.
 
     Answer: Done, even if the state manager does not use this.
     """
@@ -416,6 +416,14 @@ class OnDevice(Message, frozen=True):
     exists: bool
 
 
+class VersionLayout(Message, frozen=True):
+    """Where the tensors of a weights version lie in its memory."""
+
+    num_bytes: int
+    tensors: bytes
+    """`TensorTable.packed`."""
+
+
 class CopyOut(Message, frozen=True):
     """Copy the whole heap to the extent and, with `release`, release its device memory. Answer:
     Copied.
@@ -454,6 +462,9 @@ class CopyIn(Message, frozen=True):
     """Copy the extent to the heap and verify its digest. Answer: Copied, or DATA_LOSS."""
 
     digest: str
+    version: VersionLayout | None = None
+    """The layout of the extent, if that is the memory of a weights version in another layout than
+    the heap. The rank places the tensors as its `sync_weights` did."""
 
 
 class StageState(Message, frozen=True):
@@ -462,6 +473,11 @@ class StageState(Message, frozen=True):
 
     The host copy does not change. Answer: Copied, with an empty digest.
     """
+
+    digest: str = ""
+    version: VersionLayout | None = None
+    """Copy from the host copy instead, whose memfd is attached first, with this digest, and which
+    has this layout. Answer: Copied with the buffer's digest, or DATA_LOSS."""
 
 
 class LoadStaged(Message, frozen=True):

@@ -33,6 +33,7 @@ from phaseloom.statemgr.records.incarnations import Rank, State, Wpg
 from phaseloom.statemgr.records.records import Records
 from phaseloom.statemgr.records.snapshots import Snapshot, SnapshotPart
 from phaseloom.statemgr.records.stateheader import names_within
+from phaseloom.statemgr.tiering.sharing import FrozenCopies
 from phaseloom.statemgr.tiering.switching import on_each_device
 from phaseloom.statemgr.tiering.tiering import Tiering
 
@@ -49,6 +50,7 @@ class Staging:
     ranks: Ranks
     tiering: Tiering
     copies: HostCopyStore
+    frozen: FrozenCopies
     background: Background
     _under_way: dict[Snapshot, asyncio.Future[None]] = field(default_factory=dict, init=False)
     """Snapshots whose checksums are being taken."""
@@ -122,6 +124,8 @@ class Staging:
             extent = self.memory[targets[rank]]
             if rank.state is State.RESIDENT:
                 applied = (await self.ranks.order(rank, StageState(), [extent.fd])).applied
+            elif rank.has_other_layout:
+                applied = (await self.frozen.write_copy(rank, extent.fd)).applied
             else:
                 applied = rank.applied
                 source, target = self.copies.bytes_for(rank), extent.view(rank.extent_bytes)

@@ -363,9 +363,14 @@ class VersionStore:
         return self._memory[version.extent].read_only_fd
 
     def is_only_holder(self, version: Version) -> bool:
-        """Whether nothing else holds the memory of a version, which must be in host memory."""
+        """Whether nothing else needs the memory of a version, which must be in host memory.
+
+        A host copy in that memory does not count if it may be demoted after the version has left.
+        """
         assert version.extent is not None
-        return self._memory[version.extent].num_holders == 1
+        copy = self._all_records.host_copies.of_version(version.key, version.extent)
+        is_held = copy is not None and copy.is_demotable
+        return self._memory[version.extent].num_holders == 1 + is_held
 
     @contextmanager
     def using(self, version: Version) -> Iterator[None]:

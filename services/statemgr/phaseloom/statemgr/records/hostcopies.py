@@ -26,8 +26,8 @@ from phaseloom.statemgr.records.incarnations import (
     State,
     Step,
     following,
-    is_demotable,
 )
+from phaseloom.statemgr.records.versions import Version
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 
@@ -68,13 +68,10 @@ class HostCopies:
         self._copies: dict[int, HostCopy] = {}
         self._last = 0
 
-    def add(
-        self, rank: Rank, extent: int, digest: str = "", version: VersionKey | None = None
-    ) -> HostCopy:
+    def add(self, rank: Rank, extent: int, digest: str = "") -> HostCopy:
         """Record the first host copy of a rank, whose state is or will be in the extent.
 
         Args: digest: of the state; empty: not known yet.
-              version: the weights version whose memory the extent is, if any.
         """
         self._last += 1
         copy = HostCopy(
@@ -84,10 +81,22 @@ class HostCopies:
             extent,
             is_frozen=rank.frozen,
             digest=digest,
-            version=version,
         )
         self._copies[copy.number] = copy
         self.attach(rank, copy)
+        return copy
+
+    def add_version(self, rank: Rank, version: Version) -> HostCopy:
+        """Make the memory of a version the host copy of a frozen rank; it may be that of others."""
+        assert version.extent is not None
+        copy = self.of_version(version.key, version.extent)
+        if copy is None:
+            copy = self.add(rank, version.extent, version.digest)
+            copy.version, copy.num_bytes = version.key, version.num_bytes
+        else:
+            self.attach(rank, copy)
+        if (version.num_bytes, version.table) != (rank.extent_bytes, rank.table):
+            copy.table = version.table
         return copy
 
     def take_over(self, copy: HostCopy) -> None:
@@ -142,6 +151,7 @@ class HostCopies:
         if first is second or not first.hash:
             return False
         is_equal = (first.hash, first.num_bytes) == (second.hash, second.num_bytes)
+        is_equal = is_equal and first.table == second.table
         is_shareable = first.is_immutable and second.is_immutable
         is_allowed = first.hash in self._bases or len(first.tenants | second.tenants) == 1
         return is_equal and is_shareable and is_allowed
@@ -156,11 +166,7 @@ class HostCopies:
 
     def demotable(self) -> list[HostCopy]:
         """The whole host copies that may be demoted now, unordered."""
-        return [
-            copy
-            for copy in self.all()
-            if copy.is_whole and copy.state is State.HOST and all(map(is_demotable, copy.wpgs))
-        ]
+        return [copy for copy in self.all() if copy.is_demotable]
 
     def extents(self) -> list[int]:
         return [copy.extent for copy in self.all() if copy.extent is not None]

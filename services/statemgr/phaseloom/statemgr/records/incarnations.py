@@ -184,6 +184,16 @@ class Rank:
         return self.copy is not None and self.copy.is_whole
 
     @property
+    def has_other_layout(self) -> bool:
+        """Whether the host copy is a version in another layout than the heap."""
+        return self.copy is not None and not self.copy.is_laid_out_as(self)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Size of the host copy."""
+        return 0 if self.copy is None else self.copy.num_bytes
+
+    @property
     def is_below(self) -> bool:
         """Whether the host copy is on NVMe."""
         return self.copy is not None and self.copy.state in ON_NVME
@@ -320,6 +330,9 @@ class HostCopy:
     """Whether the memory is sealed: no process has it mapped writable, or can."""
     version: VersionKey | None = None
     """The weights version whose memory the copy is, or was; None: separate memory."""
+    table: TensorTable = field(default=EMPTY, repr=False)
+    """The layout of a copy that is or was a version and has users with other layouts; empty: the
+    layout is that of the users' heaps."""
     hash: str = ""
     """The BLAKE3 of the bytes in hex; empty: not known yet."""
     is_base: bool = False
@@ -347,6 +360,15 @@ class HostCopy:
     def next_use_s(self) -> float:
         """The earliest predicted use of all users; infinite: no prediction."""
         return min(wpg.next_use_s for wpg in self.wpgs)
+
+    @property
+    def is_demotable(self) -> bool:
+        """Whether the copy may be demoted now, if nothing else holds its memory."""
+        return self.is_whole and self.state is State.HOST and all(map(is_demotable, self.wpgs))
+
+    def is_laid_out_as(self, rank: Rank) -> bool:
+        """Whether the bytes are the rank's heap, one for one."""
+        return self.num_bytes == rank.extent_bytes and self.table in {EMPTY, rank.table}
 
     def overwritten(self) -> None:
         """Record that the copy is incomplete while it is overwritten, until `Rank.copied`."""

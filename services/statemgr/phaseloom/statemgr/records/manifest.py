@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
-from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
 from phaseloom.statemgr.records.incarnations import Loan, State
 from phaseloom.statemgr.records.records import Records
 from phaseloom.statemgr.records.seals import HostSeal
@@ -94,6 +94,7 @@ class CopyEntry(msgspec.Struct, frozen=True, array_like=True):
     hash: str
     is_base: bool
     state: State
+    table: TensorTable = EMPTY
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):

@@ -528,10 +528,10 @@ class Residency:
                 applied=wpg.ranks[0].applied,
                 device_bytes=sum(rank.device_bytes for rank in wpg.on_device),
                 scratch_bytes=sum(rank.scratch_bytes for rank in wpg.ranks),
-                nvme_bytes=sum(rank.extent_bytes for rank in wpg.ranks if rank.is_below),
+                nvme_bytes=sum(rank.copy_bytes for rank in wpg.ranks if rank.is_below),
                 host_only_bytes=sum(rank.host_bytes for rank in wpg.ranks),
                 host_bytes=sum(_bytes_above(rank) for rank in wpg.ranks),
-                shared_bytes=sum(rank.extent_bytes for rank in wpg.ranks if _shares(rank)),
+                shared_bytes=sum(rank.copy_bytes for rank in wpg.ranks if _shares(rank)),
                 dirty_bytes=sum(
                     rank.extent_bytes
                     for rank in wpg.ranks
@@ -621,8 +621,8 @@ def _check_alive(wpg: Wpg) -> None:
 def _bytes_above(rank: Rank) -> int:
     """Host memory of a rank's host copies and loans. A frozen rank has two copies while a new one
     is made."""
-    num_copies = (rank.new_extent is not None) + (rank.copy is not None and not rank.is_below)
-    return rank.extent_bytes * num_copies + rank.borrowed_bytes
+    next_bytes = 0 if rank.new_extent is None else rank.extent_bytes
+    return next_bytes + (0 if rank.is_below else rank.copy_bytes) + rank.borrowed_bytes
 
 
 def _shares(rank: Rank) -> bool:

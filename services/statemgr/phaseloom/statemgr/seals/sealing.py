@@ -76,6 +76,7 @@ class Sealer:
             try:
                 await on_each_device(wpg.on_device, self._copy)
                 for rank in wpg.ranks:
+                    await self.frozen.rearrange(rank)
                     await self._snapshot(rank)
                 self.records.residency.prepare_seal(wpg, request.seq)
             except BaseException:

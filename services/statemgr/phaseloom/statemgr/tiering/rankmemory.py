@@ -122,7 +122,7 @@ class RankMemory:
         copy = rank.copy
         if not rank.frozen or copy is None or rank.is_below or rank.applied != request.copy_at:
             return False
-        if copy.extent is None or copy.num_bytes < request.num_bytes:
+        if copy.extent is None or rank.has_other_layout or copy.num_bytes < request.num_bytes:
             return False
         self.memory.hold(copy.extent)
         rank.loans[request.loan] = Loan(copy.extent, copy.num_bytes, is_host_copy=True)

@@ -1,8 +1,10 @@
 """Host copies of frozen ranks, which are shared, with copy on write.
 
 Only `load_state` and `sync_weights` change a frozen rank's heap. As long as the heap is at the seq
-of its host copy, there is nothing to copy out. A changed heap is copied out to new memory, which
-becomes another copy. Frozen copies are hashed in the background, and equal ones are merged.
+of its host copy, there is nothing to copy out. After a sync the version's own memory is the host
+copy, whatever its layout: the rank loads its tensors from it as the sync did. After a `load_state`
+the heap is copied out to new memory, which becomes another copy. Frozen copies are hashed in the
+background, and equal ones are merged.
 
 Nothing here overwrites a frozen copy, because any of its users may be reading it.
 """
@@ -20,7 +22,7 @@ from blake3 import blake3
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.common.contract.state_rank import Copied, CopyOut
+from phaseloom.common.contract.state_rank import Copied, CopyOut, StageState, VersionLayout
 from phaseloom.statemgr.node.background import Background
 from phaseloom.statemgr.node.digests import has_digest
 from phaseloom.statemgr.node.extents import HostMemory
@@ -62,7 +64,7 @@ class FrozenCopies:
         Args: version: the version that the heap becomes. Nothing is reserved if the version's
               memory can be the rank's host copy.
         """
-        is_covered = version is not None and _is_copy_of(version, rank)
+        is_covered = version is not None and not version.is_manifest
         if rank.frozen and rank.copy is not None and not is_covered:
             await self.reserve_copy(rank)
 
@@ -115,7 +117,9 @@ class FrozenCopies:
             order = CopyOut(release, whole_at=rank.applied, digest=rank.digest)
             copied = await self.ranks.order(rank, order)
             if copied.changed:
-                return await self._copied_out(rank, release=release)
+                return await self._to_new_copy(
+                    rank, lambda fd: self.ranks.order(rank, CopyOut(release), [fd])
+                )
             if (copied.applied, copied.digest) != (rank.applied, rank.digest):
                 raise self.ranks.broken_protocol(rank, "it reported another host copy")
             self.drop_copy(rank)
@@ -123,10 +127,10 @@ class FrozenCopies:
         finally:
             rank.is_copying = False
 
-    async def _copied_out(self, rank: Rank, *, release: bool) -> Copied:
+    async def _to_new_copy(self, rank: Rank, write: Callable[[int], Awaitable[Copied]]) -> Copied:
         extent = await self.reserve_copy(rank)
         try:
-            copied = await self.ranks.order(rank, CopyOut(release), [self.memory[extent].fd])
+            copied = await write(self.memory[extent].fd)
             if not copied.digest:
                 raise self.ranks.broken_protocol(rank, "it copied out without a digest")
             if rank.state is State.LOST:
@@ -147,12 +151,11 @@ class FrozenCopies:
         return [self.memory[rank.copy.extent].read_only_fd]
 
     def hold_version(self, rank: Rank, key: VersionKey, applied: int) -> None:
-        """Record that the heap of a frozen rank equals this version, whose memory becomes the
-        rank's host copy.
+        """Record that a frozen rank has this version, whose memory becomes the rank's host copy.
 
-        If the version has another layout or was dropped, the heap is copied out as any other. While
-        a seal is prepared or a copy is under way, the host copy stays as it is; the version
-        replaces it when the next copy begins, if the heap still equals the version.
+        If the version was dropped, the heap is copied out as any other. While a seal is prepared or
+        a copy is under way, the host copy stays as it is; the version replaces it when the next
+        copy begins, if the heap still has the version.
 
         Raises: CallerError: PERMISSION_DENIED: the version belongs to another job; the seq is
                 negative.
@@ -173,23 +176,37 @@ class FrozenCopies:
             return
         (key, applied), rank.held_version = rank.held_version, None
         version = self.records.versions.find(key)
-        if version is None or not version.is_committed or version.extent is None:
+        if version is None or not version.is_committed or version.is_manifest:
             return
-        if not _is_copy_of(version, rank):
+        if version.extent is None:
             return
         self.drop_copy(rank)
         self.copies.detach(rank)
         rank.applied = applied
-        copy = self.records.host_copies.of_version(key, version.extent)
-        if copy is None:
+        if self.records.host_copies.of_version(key, version.extent) is None:
             self.memory.hold(version.extent)
-            self.records.host_copies.add(rank, version.extent, version.digest, key)
-        else:
-            self.records.host_copies.attach(rank, copy)
+        self.records.host_copies.add_version(rank, version)
+
+    async def rearrange(self, rank: Rank) -> None:
+        """Give a frozen rank a host copy in the layout of its heap, for a seal, which has no other.
+
+        Raises: ResourceError: no host memory; DATA_LOSS; the rank is lost.
+        """
+        if rank.has_other_layout:
+            await self._to_new_copy(rank, partial(self.write_copy, rank))
+
+    async def write_copy(self, rank: Rank, fd: int) -> Copied:
+        """Have a rank write its host copy, which has another layout, to memory in the layout of its
+        heap. The heap is not used."""
+        order = StageState(rank.digest, layout_of(rank))
+        return await self.ranks.order(rank, order, [*self.source_of(rank), fd])
 
 
-def _is_copy_of(version: Version, rank: Rank) -> bool:
-    return (version.num_bytes, version.table) == (rank.extent_bytes, rank.table)
+def layout_of(rank: Rank) -> VersionLayout | None:
+    """The layout of a rank's host copy; None: that of its heap."""
+    if rank.copy is None or not rank.has_other_layout:
+        return None
+    return VersionLayout(rank.copy.num_bytes, rank.copy.table.packed)
 
 
 @dataclass

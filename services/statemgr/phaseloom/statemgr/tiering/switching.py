@@ -23,7 +23,7 @@ from phaseloom.statemgr.node.ranks import Ranks
 from phaseloom.statemgr.node.stores import DeviceCopies
 from phaseloom.statemgr.records.incarnations import Rank, State, Step, Wpg
 from phaseloom.statemgr.records.residency import Residency
-from phaseloom.statemgr.tiering.sharing import FrozenCopies
+from phaseloom.statemgr.tiering.sharing import FrozenCopies, layout_of
 from phaseloom.statemgr.tiering.tiering import Tiering
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,8 @@ class Switcher:
         digest = rank.digest
         assert digest, "nothing is loaded that cannot be verified"
         try:
-            copied = await self.ranks.order(rank, CopyIn(digest), self.frozen.source_of(rank))
+            order = CopyIn(digest, layout_of(rank))
+            copied = await self.ranks.order(rank, order, self.frozen.source_of(rank))
             if copied.digest != digest:
                 # The rank has loaded other bytes without noticing.
                 self.ranks.retire(rank.wpg, "it loaded other bytes than ordered")

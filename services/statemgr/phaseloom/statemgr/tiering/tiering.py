@@ -213,8 +213,8 @@ class Tiering:
     def _demotable(self) -> list[HostCopy]:
         """The host copies that can be demoted now, the one with the latest need first.
 
-        Excludes copies that are being moved, and copies whose memory has another holder: memory
-        shared with a weights version leaves with the version.
+        Excludes copies that are being moved, and copies whose memory has another holder: of memory
+        shared with a weights version, the version leaves first.
         """
         return sorted(
             (
@@ -255,7 +255,8 @@ class Tiering:
         self._check_needed(copy)
         with self._failing(copy, Step.DEMOTE_FAILED, "its host copy is bad"):
             (rank, *_), memory = copy.users, self.copies.bytes_of(copy)
-            section = Section(copy.num_bytes, rank.tensors, copy.digest)
+            table = copy.table if len(copy.table) else rank.table
+            section = Section(copy.num_bytes, table.tensors, copy.digest)
             header = StateHeader("copy", copy.owner, rank.applied, [section])
             path, write = self.copies.file_of(copy), self.copies.directory.write
             written = await asyncio.to_thread(write, path, header, [memory], move.cancelled)

@@ -156,6 +156,9 @@ class RankWeights:
     _whole_runs: dict[bytes, Runs] = field(default_factory=dict)
     """The bytes to copy out of the last version that was written whole, keyed by its table."""
 
+    def __post_init__(self) -> None:
+        self.versions.place_by(lambda packed: self._runs_of_whole(TensorTable.read(packed)))
+
     # --- publishing ------------------------------------------------------------------------------
 
     @property
@@ -249,13 +252,14 @@ class RankWeights:
 
         Raises: CallerError: the version is of another model.
         """
-        if table.packed not in self._whole_runs:
+        runs = self._whole_runs.get(table.packed)
+        if runs is None:
             paired(table.tensors, self.executor.backend.version_slots)
             runs = runs_from_part(
                 table.tensors, fetches_of_full_version(self._reader), self._reader
             )
             self._whole_runs = {table.packed: runs}
-        return self._whole_runs[table.packed]
+        return runs
 
     async def apply(self, fetched: FetchedVersion) -> None:
         """Replace this rank's weights. Raises: an error that leaves the weights partly replaced."""

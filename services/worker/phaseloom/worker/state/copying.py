@@ -263,19 +263,41 @@ def scatter(
 
 def copy_rows(source: memoryview, target: memoryview, all_rows: Iterable[StridedRanges]) -> None:
     """Copy these bytes and no others, in several threads."""
-    source_address, target_address = _address(source), _address(target)
     batches = list(_batches(all_rows))
 
     def move(first: int, last: int) -> None:
         for batch in batches[first:last]:
-            for rows in batch:
-                if rows.num_rows > 1:
-                    _copy_rows(source, target, rows)
-                else:
-                    start, to = source_address + rows.source, target_address + rows.target
-                    ctypes.memmove(to, start, rows.num_bytes)
+            _move_rows(source, target, batch)
 
     map_parts(len(batches), 1, move)
+
+
+def place_rows(source: memoryview, target: memoryview, all_rows: Iterable[StridedRanges]) -> str:
+    """Copy these bytes, each right after its block of the source was hashed.
+
+    Returns: the digest of the whole source.
+    """
+    by_block: dict[int, list[StridedRanges]] = {}
+    for rows in all_rows:
+        for piece in _pieces(rows):
+            by_block.setdefault(piece.source // BLOCK_BYTES, []).append(piece)
+
+    def block(start: int, end: int) -> bytes:
+        checksum = bytes(xxhash.xxh3_64(source[start:end]).digest())
+        _move_rows(source, target, by_block.get(start // BLOCK_BYTES, ()))
+        return checksum
+
+    return combine_checksums(b"".join(map_parts(len(source), BLOCK_BYTES, block)))
+
+
+def _move_rows(source: memoryview, target: memoryview, all_rows: Iterable[StridedRanges]) -> None:
+    source_address, target_address = _address(source), _address(target)
+    for rows in all_rows:
+        if rows.num_rows > 1:
+            _copy_rows(source, target, rows)
+        else:
+            start, to = source_address + rows.source, target_address + rows.target
+            ctypes.memmove(to, start, rows.num_bytes)
 
 
 def _copy_rows(source: memoryview, target: memoryview, rows: StridedRanges) -> None:

@@ -120,15 +120,38 @@ def copy_rows(source: memoryview, memory: DeviceMemory, every: Sequence[StridedR
         memory.copy_parts_in(source, [run for rows in every for run in rows.runs()])
 
 
-def clear(memory: DeviceMemory, start: int) -> None:
-    """Write zeroes from offset `start` to the end."""
+def place_rows(source: memoryview, memory: DeviceMemory, every: Sequence[StridedRanges]) -> str:
+    """Like `copying.place_rows`, into device memory."""
     if isinstance(memory, Heap):
-        copying.clear(memory.buffer[start:])
+        return copying.place_rows(source, memory.buffer, every)
+    copy_rows(source, memory, every)
+    return digest_in_threads(source)
+
+
+def clear(memory: DeviceMemory, start: int, end: int | None = None) -> None:
+    """Write zeroes from offset `start` to `end`; None: to the end of the memory."""
+    if isinstance(memory, Heap):
+        copying.clear(memory.buffer[start:end])
     else:
         import torch
 
-        memory.tensor()[start:].zero_()
+        memory.tensor()[start:end].zero_()
         torch.cuda.current_stream().synchronize()
+
+
+def write(memory: DeviceMemory, start: int, content: bytes) -> None:
+    if isinstance(memory, Heap):
+        memory.buffer[start : start + len(content)] = content
+    else:
+        memory.copy_parts_in(memoryview(bytearray(content)), [(0, start, len(content))])
+
+
+def read(memory: DeviceMemory, start: int, end: int) -> bytes:
+    if isinstance(memory, Heap):
+        return bytes(memory.buffer[start:end])
+    content = bytearray(end - start)
+    memory.copy_parts_out([(start, 0, end - start)], memoryview(content))
+    return bytes(content)
 
 
 def close(memory: DeviceMemory) -> None:

@@ -22,12 +22,17 @@ from phaseloom.common.contract.state_rank import (
     CopyOut,
     LoadStaged,
     StageState,
+    VersionLayout,
 )
 from phaseloom.common.tensors.blockhash import digest_in_threads
+from phaseloom.common.tensors.resharding import StridedRanges
+from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.transport.framing import close_fds
+from phaseloom.worker.core.reading import Runs
 from phaseloom.worker.state import devicememory
-from phaseloom.worker.state.copying import Mapping, clear, copy
+from phaseloom.worker.state.copying import Mapping, clear, copy, place_rows, runs
 from phaseloom.worker.state.devicememory import DeviceMemory
+from phaseloom.worker.state.layouts import gaps, paired
 
 
 class HeapCopier:
@@ -42,6 +47,11 @@ class HeapCopier:
         self.extent: Mapping | None = None
         self._source: tuple[tuple[int, int], Mapping] | None = None
         """The extent from which a frozen heap was last loaded, by (device, inode)."""
+        self.runs_of: Callable[[bytes], Runs] = self._paired_runs
+        """Plans how the weights of a packed version table are placed in the heap, as for a sync."""
+        self._gaps: list[tuple[int, bytes]] = []
+        """The offsets and bytes of what is in the heap between tensors, where a backend has put
+        something there. No version has these bytes."""
         self.is_frozen = False
         self.is_filled = False
         self.is_resident = False
@@ -122,10 +132,13 @@ class HeapCopier:
         """Copy the state to or from the memory that came with the order, which is mapped only
         meanwhile."""
         heap = self.registered_heap()
-        if len(fds) != 1:
+        expected = 2 if isinstance(order, StageState) and order.version else 1
+        if len(fds) != expected:
             close_fds(fds)
-            raise InternalError(f"expected 1 extent for a copy, got {len(fds)}")
+            raise InternalError(f"expected {expected} extents for a copy, got {len(fds)}")
         started = time.monotonic()
+        if isinstance(order, StageState) and order.version is not None:
+            return self._rearrange(heap, order.digest, order.version, fds)
         staged = Mapping(fds[0], extent_bytes(heap.num_bytes, self.host_bytes), writable=True)
         try:
             digest = ""
@@ -149,15 +162,53 @@ class HeapCopier:
         finally:
             staged.close()
 
+    def _rearrange(
+        self, heap: DeviceMemory, expected: str, version: VersionLayout, fds: list[int]
+    ) -> Copied:
+        """Write the weights of a version to memory in the layout of the heap."""
+        started = time.monotonic()
+        staged = Mapping(fds.pop(), heap.num_bytes, writable=True)
+        try:
+            staged.make_huge()
+            for start, end in gaps(self.slots, heap.num_bytes):
+                clear(staged.buffer[start:end])
+            for start, content in self._gaps:
+                staged.buffer[start : start + len(content)] = content
+            runs = self.runs_of(version.tensors)
+            source = self._mapped(fds)[: version.num_bytes]
+            _check_digest(place_rows(source, staged.buffer, runs), expected)
+            num_resident = devicememory.resident_bytes(heap)
+            digest = digest_in_threads(staged.buffer)
+            return Copied(digest, self.applied(), num_resident, time.monotonic() - started)
+        finally:
+            close_fds(fds)
+            staged.close()
+
+    def _paired_runs(self, tensors: bytes) -> Runs:
+        pairs = paired(TensorTable.read(tensors).tensors, self.slots)
+        return [StridedRanges(*run) for run in runs(pairs)]
+
     def _copy_in_frozen(self, heap: DeviceMemory, order: CopyIn, fds: list[int]) -> Copied:
         """Load a frozen heap from the extent that came with the order.
 
         Raises: InternalError: the order brought no extent, or one that is too short.
         """
-        source = self._mapped(fds)[: heap.num_bytes]
-        if len(source) != heap.num_bytes:
-            raise InternalError(f"expected an extent of {heap.num_bytes} bytes, got {len(source)}")
-        return self._load(heap, order.digest, lambda: devicememory.copy_in(source, heap))
+        version = order.version
+        num_bytes = heap.num_bytes if version is None else version.num_bytes
+        source = self._mapped(fds)[:num_bytes]
+        if len(source) != num_bytes:
+            raise InternalError(f"expected an extent of {num_bytes} bytes, got {len(source)}")
+
+        def move() -> str:
+            if version is None:
+                return devicememory.copy_in(source, heap)
+            for start, end in gaps(self.slots, heap.num_bytes):
+                devicememory.clear(heap, start, end)
+            for start, content in self._gaps:
+                devicememory.write(heap, start, content)
+            return devicememory.place_rows(source, heap, self.runs_of(version.tensors))
+
+        return self._load(heap, order.digest, move)
 
     def _mapped(self, fds: list[int]) -> memoryview:
         """Map the received host copy and close the descriptors.
@@ -176,6 +227,13 @@ class HeapCopier:
             return self._source[1].buffer
         finally:
             close_fds(fds)
+
+    def hold_version(self) -> None:
+        """Prepare to load the heap from the version that it has, not from its old host copy."""
+        self.drop_source()
+        heap = self.registered_heap()
+        between = [(s, devicememory.read(heap, s, e)) for s, e in gaps(self.slots, heap.num_bytes)]
+        self._gaps = [(start, content) for start, content in between if any(content)]
 
     def drop_source(self) -> None:
         if self._source is not None:
@@ -229,10 +287,7 @@ class HeapCopier:
         started = time.monotonic()
         try:
             digest = move()
-            if digest != expected:
-                raise ResourceError(
-                    f"the host copy has digest {digest}, expected {expected}", code=Code.DATA_LOSS
-                )
+            _check_digest(digest, expected)
             self._on_loaded()
             applied = self.applied()
         except BaseException:
@@ -253,3 +308,10 @@ class HeapCopier:
         if self.heap is None:
             raise CallerError("no heap is registered", code=Code.FAILED_PRECONDITION)
         return self.heap
+
+
+def _check_digest(digest: str, expected: str) -> None:
+    if digest != expected:
+        raise ResourceError(
+            f"the host copy has digest {digest}, expected {expected}", code=Code.DATA_LOSS
+        )

@@ -90,6 +90,16 @@ def packed(slots: Sequence[TensorSlot]) -> tuple[list[TensorSlot], int]:
     return packed_slots, end
 
 
+def gaps(slots: Sequence[TensorSlot], num_bytes: int) -> list[tuple[int, int]]:
+    """Return [start, end) of the parts of a memory of this size that no tensor uses."""
+    free, end = [], 0
+    for slot in sorted(slots, key=lambda slot: slot.offset):
+        if slot.offset > end:
+            free.append((end, slot.offset))
+        end = max(end, slot.offset + slot.num_bytes)
+    return [*free, (end, num_bytes)] if end < num_bytes else free
+
+
 def paired(
     tensors: list[TensorSlot], slots: Sequence[TensorSlot]
 ) -> list[tuple[TensorSlot, TensorSlot]]:

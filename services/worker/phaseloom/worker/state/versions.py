@@ -299,13 +299,20 @@ class RankVersions:
         await self._run(load)
 
     async def hold(self, key: VersionKey, applied: int) -> None:
-        """Report that the whole heap equals this version since `applied`.
+        """Report that the heap has the weights of this version since `applied`.
 
         A frozen heap then needs no other copy.
         """
         if self._copies.is_frozen:
-            await self._run(self._copies.drop_source)
+            await self._run(self._copies.hold_version)
             await self._link.ask(HoldVersion(key, applied), Done)
+
+    def place_by(self, runs_of: Callable[[bytes], Runs]) -> None:
+        """Set how the weights of a version are placed in the heap, by its packed table.
+
+        Needed if this rank holds slices. By default, tensors are matched by name.
+        """
+        self._copies.runs_of = runs_of
 
     async def open_slices(
         self,
