@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from phaseloom import client
@@ -90,6 +91,43 @@ async def test_job_starts_from_the_files_and_its_checkpoint_is_a_model_directory
         assert await said(other.deployment("sampler")) == after
         await log.caught_up()
         assert log.failures() == []
+        await check_foreign(policy, sampler, checkpoint)
+
+
+async def check_foreign(
+    policy: client.Deployment, sampler: client.Deployment, checkpoint: Path
+) -> None:
+    """A directory of another program is loaded, read by name and begun with, although its names
+    lack their first part and it has the tied head twice."""
+    model = await asyncio.to_thread(loaded, checkpoint)
+    foreign = checkpoint.with_name("foreign")
+    foreign.mkdir()
+    (foreign / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    tensors = {name.removeprefix("model."): t.clone() for name, t in model.state_dict().items()}
+    assert "lm_head.weight" in tensors
+    save_file(tensors, foreign / "model.safetensors", {"format": "pt"})
+
+    trained = await said(sampler)
+    batch = lesson(9)
+    for _ in range(2):
+        policy.forward_backward(batch.batch, batch.loss)
+        policy.optim_step(replace(STEP.adam, learning_rate=0.05))
+    scores = await policy.forward(batch.batch)
+    sampler.sync_weights(policy.publish_weights())
+    assert await said(sampler) != trained
+    named = client.NamedWeights("policy", checkpoint="foreign")
+    drawn = await sampler.generate([client.Prompt(PROMPT)], GREEDY, weights=named)
+    assert client.int32s(drawn.sequences[0][0].tokens) == trained
+    read = await policy.forward(batch.batch, weights=named)
+    await policy.load_state("foreign")
+    assert (await policy.forward(batch.batch)).logprobs == read.logprobs != scores.logprobs
+    sampler.sync_weights(policy.publish_weights())
+    assert await said(sampler) == trained
+    save_file({**tensors, "layers.0.extra": torch.zeros(2)}, foreign / "model.safetensors")
+    for refused in (policy.load_state("foreign"), policy.forward(batch.batch, weights=named)):
+        with pytest.raises(CallerError, match="extra") as raised:
+            await refused
+        assert raised.value.info.code is Code.FAILED_PRECONDITION
 
 
 def check_companions(directory: Path, checkpoint: Path) -> None:

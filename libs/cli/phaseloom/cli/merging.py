@@ -41,9 +41,10 @@ from phaseloom.common.tensors.modelfiles import (
     check_directory,
 )
 from phaseloom.common.tensors.safetensors import Index, index_name
-from phaseloom.common.tensors.storednames import HEADS, stored_name
 
 _PACKAGES = ("torch", "safetensors")
+_HEADS = ("lm_head.weight", "embed_out.weight")
+"""Names of an output head that is not tied to the embedding; the second is GPT-NeoX's in files."""
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in)\.weight$")
 _FORMAT = {"format": "pt"}
 
@@ -146,13 +147,13 @@ def _merge(
             remedy="put a complete adapter_model.safetensors next to adapter_config.json",
         ) from error
     stored = {entry.name for entry in headers.entries}
-    remaining = {stored_name(name, stored): pair for name, pair in pairs.items()}
+    remaining = {_stored_name(name, stored): pair for name, pair in pairs.items()}
     files = [directory / name for name in headers.weights.names]
     try:
         shutil.copytree(base, directory, ignore=shutil.ignore_patterns(*_IGNORED_FILES))
         for name in filter(None, [headers.weights.index, *headers.weights.names]):
             shutil.copy(base / name, directory / name)
-        if not remaining.keys().isdisjoint(HEADS):
+        if not remaining.keys().isdisjoint(_HEADS):
             _untie(directory, headers.config, files)
         for file in files:
             tensors = load_file(file)
@@ -178,6 +179,15 @@ def _merge(
         )
 
 
+def _stored_name(name: str, stored: set[str]) -> str:
+    """Return a weight's name in files with these names; the name itself if they lack it.
+
+    Files may lack the first part of the names in memory, as GPT-2's on the hub do.
+    """
+    candidates = [name, name.partition(".")[2], *(_HEADS if name in _HEADS else ())]
+    return next((candidate for candidate in candidates if candidate in stored), name)
+
+
 def _untie(directory: Path, config: dict[str, Any], all_files: list[Path]) -> None:
     """Give a model's output head a weight of its own if it is tied to the embedding.
 
@@ -191,9 +201,9 @@ def _untie(directory: Path, config: dict[str, Any], all_files: list[Path]) -> No
     for file in all_files:
         with safe_open(file, framework="pt") as opened:
             stored = [*opened.keys()]
-        names = [name for name in stored if name in HEADS or _EMBEDDING.search(name)]
+        names = [name for name in stored if name in _HEADS or _EMBEDDING.search(name)]
         files |= dict.fromkeys(names, file)
-    head = next((name for name in HEADS if name in files), HEADS[0])
+    head = next((name for name in _HEADS if name in files), _HEADS[0])
     embedding = next(iter(files.keys() - {head}), "model.embed_tokens.weight")
     if not files or not config.get("tie_word_embeddings", len(files) == 1):
         return

@@ -31,6 +31,7 @@ from tests.unit.worker.backends.test_fsdp import plain_logprobs
 
 Tensors = dict[str, torch.Tensor]
 WEIGHTS = "model.safetensors"
+EMBEDDING = "model.embed_tokens.weight"
 DATA = [Datum(each.tokens, each.targets) for each in batch(2)]
 
 
@@ -124,12 +125,15 @@ def test_checkpoint_has_the_names_of_transformers(model_type: str, tmp_path: Pat
     assert not any(report.values()), report
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("model_type", "tied"),
+    [(each, tied) for each in ("gpt2", "gpt_neox", "llama", "qwen3_moe") for tied in (False, True)],
+)
 def test_checkpoints_of_other_programs_are_loaded_whatever_their_names(
-    model_type: str, tmp_path: Path
+    model_type: str, tied: bool, tmp_path: Path
 ) -> None:
     """As `load_state` does."""
-    plain = build(model_type, tie_word_embeddings=False)
+    plain = build(model_type, tie_word_embeddings=tied)
     plain.save_pretrained(tmp_path)
     saved, prefix, model = load_file(tmp_path / WEIGHTS), plain.base_model_prefix, pinned(tmp_path)
     head_in_memory = {"embed_out.weight": "lm_head.weight"}
@@ -137,13 +141,50 @@ def test_checkpoints_of_other_programs_are_loaded_whatever_their_names(
         without_prefix(prefix),
         with_buffers,
         lambda saved: {head_in_memory.get(name, name): each for name, each in saved.items()},
+        # as `save_original_format=False` writes them: fused experts, and a tied head twice
+        lambda _: plain.state_dict(),
     ):
         rename(tmp_path, lambda _, change=change: change(saved))  # type: ignore[misc]
         with running(replace(spec("sampler"), model=model)) as (backend, heap):
-            load(backend, heap, tmp_path)
+            load(backend, heap, tmp_path, model)
             rows = backend.forward(Forward(DATA)).logprobs
         actual = torch.cat([torch.tensor(float32s(row)) for row in rows])
         torch.testing.assert_close(actual, expected(plain), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda saved: {**saved, "lm_head.weight": saved[EMBEDDING] + 1}, "two different values"),
+        (
+            lambda saved: {**saved, "model.norm.weight": torch.zeros(3)},
+            r"model.norm.weight: .*\[3\]",
+        ),
+        (
+            lambda saved: {**saved, "lm_head.weight": saved[EMBEDDING].bfloat16()},
+            "two different values",
+        ),
+        (
+            lambda saved: {
+                **saved,
+                "model.norm.weight": saved["model.norm.weight"].half(),
+                "lm_head.weight": saved[EMBEDDING],
+            },
+            r"expected float32\[\d+\], got float16",
+        ),
+    ],
+)
+def test_checkpoint_of_another_program_that_differs_is_refused(
+    change: Callable[[Tensors], Tensors], problem: str, tmp_path: Path
+) -> None:
+    build("llama").save_pretrained(tmp_path)
+    model = pinned(tmp_path)
+    rename(tmp_path, change)
+    with (
+        running(replace(spec("sampler"), model=model)) as (backend, heap),
+        pytest.raises(CallerError, match=problem),
+    ):
+        load(backend, heap, tmp_path, model)
 
 
 def test_every_rank_reads_its_rows_of_renamed_and_split_tensors(tmp_path: Path) -> None:

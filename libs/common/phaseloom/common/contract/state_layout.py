@@ -52,6 +52,22 @@ class TensorSlot(msgspec.Struct, frozen=True, omit_defaults=True):
     whole tensor."""
 
 
+class StoredTensor(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where files have a tensor: as one of their own, or as a run of a larger one."""
+
+    name: str
+    """Name of the files' tensor."""
+    shape: list[int]
+    """The shape that it must have."""
+    first: int = 0
+    """Index of the run's first element."""
+
+
+Places = dict[str, list[StoredTensor]]
+"""Where files have each tensor, by the name that `transformers` saves it under. It has several
+places if the model ties two tensors and the files have both."""
+
+
 class VersionPart(msgspec.Struct, frozen=True, array_like=True):
     """The part of a weights version that one source rank wrote."""
 

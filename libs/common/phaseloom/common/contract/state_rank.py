@@ -15,7 +15,7 @@ from phaseloom.common.contract.commands import Ticket
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.specs import CommandId, ModelDirectory
-from phaseloom.common.contract.state_layout import PartSources, Slice, VersionParts
+from phaseloom.common.contract.state_layout import PartSources, Places, Slice, VersionParts
 
 
 class RankHello(Message, frozen=True):
@@ -297,6 +297,9 @@ class ReadCheckpoint(Message, frozen=True):
     adapter_config: str = ""
     """The `adapter_config.json` of the ranks' own adapter. The state manager refuses an adapter
     with another rank or scale. Empty: the ranks have no adapter."""
+    places: Places | None = {}
+    """Where the files have each tensor of the ranks; empty: under the ranks' own names. None: the
+    sender can find out if the answer lists the names in the files."""
 
 
 class CheckpointRead(Message, frozen=True):
@@ -304,6 +307,9 @@ class CheckpointRead(Message, frozen=True):
     """Digest of the weights when they were saved; empty: another program wrote the files."""
     digest: str = ""
     """Digest of the extent, if one was filled."""
+    names: list[str] = []
+    """The tensors in the files, if their names are not those of the ranks. Nothing was read: the
+    sender repeats its message with `places`."""
 
 
 class OpenSaved(Message, frozen=True):
@@ -344,6 +350,8 @@ class ReadSaved(Message, frozen=True):
     as_held: bool = False
     """Whether to return the bytes in the layout of the rank's own weights in its heap, with zeroes
     in the gaps. Otherwise they have the layout of the table in `SavedOpened`."""
+    places: Places = {}
+    """See `ReadCheckpoint`."""
 
 
 MAX_READ_BYTES = 8 * 1024 * 1024

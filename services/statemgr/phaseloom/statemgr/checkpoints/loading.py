@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import parse_source
-from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.contract.state_layout import Places, Role, StoredTensor, TensorSlot
 from phaseloom.common.contract.state_rank import (
     MAX_READ_BYTES,
     CheckpointRead,
@@ -47,8 +47,8 @@ from phaseloom.common.tensors.safetensors import (
     decode_header,
     header_bytes,
     index_name,
+    item_bytes,
 )
-from phaseloom.common.tensors.storednames import stored_names
 from phaseloom.common.tensors.tensortable import ALIGNMENT_BYTES, TensorTable
 from phaseloom.statemgr.checkpoints.assembly import global_shape, is_sound, slot_runs
 from phaseloom.statemgr.checkpoints.files import Checkpoints, marker_of, unpin
@@ -104,20 +104,29 @@ class Loader:
         except BaseException:
             await asyncio.to_thread(unpin, pinned)
             raise
-        await asyncio.to_thread(self.checkpoints.prune_pins, wpg.key)
+        if answer.names:
+            await asyncio.to_thread(unpin, pinned)
+        else:
+            await asyncio.to_thread(self.checkpoints.prune_pins, wpg.key)
         return answer
 
     async def _read(self, rank: Rank, request: ReadCheckpoint, directory: Path) -> CheckpointRead:
         wpg = rank.wpg
         saved = await asyncio.to_thread(self._opened, request, directory)
-        sha256 = saved.marker.result.weights_sha256 if saved.marker is not None else ""
-        if rank.state is State.FILLING:
+        sha256 = ""  # a digest of weights depends on their names
+        if saved.marker is not None and not request.places:
+            sha256 = saved.marker.result.weights_sha256
+        is_filling = rank.state is State.FILLING
+        slots = [slot for r in ([rank] if is_filling else wpg.ranks) for slot in r.tensors]
+        if request.places is None and (names := saved.other_names(slots)):
+            return CheckpointRead("", names=names)
+        await asyncio.to_thread(saved.check_fits, slots, request.places)
+        if is_filling:
             return CheckpointRead(sha256, await self._fill(rank, saved))
         if rank.index:
             raise CallerError(
                 f"only the leader loads checkpoints, not {rank}", code=Code.PERMISSION_DENIED
             )
-        saved.check_fits(slot for member in wpg.ranks for slot in member.tensors)
         async with self.staging.room_for(wpg) as extents:
             both = zip(wpg.ranks, extents, strict=True)
             memories = {
@@ -154,7 +163,7 @@ class Loader:
         slots = saved.weights
         if request.as_held:
             slots = [slot for slot in rank.tensors if slot.role is Role.WEIGHT]
-            saved.check_fits(slots, are_all=False)
+            await asyncio.to_thread(saved.check_fits, slots, request.places, are_all=False)
         memory = memoryview(bytearray(request.num_bytes))
         await asyncio.to_thread(saved.read, slots, request.start, memory)
         return SavedRead(bytes(memory))
@@ -175,7 +184,6 @@ class Loader:
     async def _fill(self, rank: Rank, saved: SavedState) -> str:
         if rank.wpg.seal_seq or rank.extent is None:
             raise CallerError(f"{rank} expects no initial state", code=Code.FAILED_PRECONDITION)
-        saved.check_fits(rank.tensors)
         memory = self.staging.view(rank.extent, rank.extent_bytes)
         (digest,) = await _filled(saved, {rank: memory})
         return digest
@@ -332,11 +340,24 @@ class SavedState:
         for name, pieces in pieces_by_file.items():
             self._fill_from(self._files[name], pieces, buffers)
 
-    def check_fits(self, slots: Iterable[TensorSlot], *, are_all: bool = True) -> None:
+    def other_names(self, slots: Iterable[TensorSlot]) -> list[str]:
+        """Return the names of its weights, if they are not those of these tensors."""
+        expected = {slot.name for slot in slots if slot.role is Role.WEIGHT}
+        return [] if self.is_adapter or expected == self._weights.keys() else [*self._weights]
+
+    def check_fits(
+        self,
+        slots: Iterable[TensorSlot],
+        places: Places | None = None,
+        *,
+        are_all: bool = True,
+    ) -> None:
         """Check that the checkpoint is of the model that has these tensors.
 
-        Args:   are_all: whether they are all of its tensors.
+        Args:   places: where the files have each tensor; None or empty: under its own name.
+                are_all: whether they are all of its tensors.
         Raises: CallerError: FAILED_PRECONDITION: it is of another model, or a slot is unsound.
+                ResourceError: DATA_LOSS.
         """
         all_slots = list(slots)
         if unsound := next((slot.name for slot in all_slots if not is_sound(slot)), None):
@@ -350,13 +371,50 @@ class SavedState:
         for slot in all_slots:
             group = weights if slot.role is Role.WEIGHT else training
             group[slot.name] = (slot.dtype, global_shape(slot))
-        names = stored_names(weights, self._weights)
-        self._weights = stored = {name: self._weights[names[name]] for name in names}
+        if places:
+            placed = {name: shape for name, (_, shape) in weights.items() if name in places}
+            self._weights = {n: self._placed(n, shape, places[n]) for n, shape in placed.items()}
+        stored = self._weights
         if not are_all:
             stored = {name: stored[name] for name in weights if name in stored}
         _check_same(MODEL, stored, weights)
         if training and self._training:
             _check_same(TRAINING, self._training, training)
+
+    def _placed(
+        self, name: str, shape: tuple[int, ...], places: list[StoredTensor]
+    ) -> tuple[str, TensorEntry]:
+        """Return the file of a tensor and its entry there. Raises: as `check_fits`."""
+        copies = []
+        for place in places:
+            file, whole = self._weights.get(place.name, ("", None))
+            if whole is None or whole.shape != tuple(place.shape):
+                raise _misfit(
+                    f"expected {place.name} with shape {place.shape}, got "
+                    f"{whole and [*whole.shape]}"
+                )
+            offset = whole.offset + place.first * item_bytes(whole.dtype)
+            copies.append((file, TensorEntry(name, whole.dtype, shape, offset)))
+            if place.first < 0 or copies[-1][1].end > whole.end:
+                raise _misfit(f"{place.name} does not hold {name}")
+        for copy in copies[1:]:
+            if not self._is_same(copies[0], copy):
+                raise _misfit(f"the config ties {name}, but the files have two different values")
+        return copies[0]
+
+    def _is_same(self, one: tuple[str, TensorEntry], other: tuple[str, TensorEntry]) -> bool:
+        """Whether two tensors of the files have the same bytes."""
+        buffers, num_bytes = buffers_for_chunks(), one[1].num_bytes
+        for start in range(0, num_bytes, CHUNK_BYTES):
+            contents = []
+            for file, entry in (one, other):
+                content = memoryview(bytearray(min(CHUNK_BYTES, num_bytes - start)))
+                pieces = [Piece(entry.offset + start, content)]
+                self._fill_from(self._files[file], pieces, buffers)
+                contents.append(content)
+            if contents[0] != contents[1]:
+                return False
+        return one[1].dtype == other[1].dtype
 
     def fill(self, slots: Iterable[TensorSlot], memory: memoryview) -> None:
         """Write a rank's slices to their places in its memory, and zeroes everywhere else.
@@ -532,9 +590,20 @@ def _check_same(
         return
     names = sorted(actual.keys() | expected.keys())
     differing = [name for name in names if actual.get(name) != expected.get(name)]
-    raise CallerError(
-        f"the checkpoint's {stem} does not fit: {len(differing)} tensors differ, first "
-        f"{differing[0]}",
+    first = differing[0]
+    raise _misfit(
+        f"the checkpoint's {stem} does not fit: {len(differing)} tensors differ, first {first}: "
+        f"expected {_label(expected.get(first))}, got {_label(actual.get(first))}"
+    )
+
+
+def _label(tensor: tuple[str, tuple[int, ...]] | None) -> str:
+    return "none" if tensor is None else f"{tensor[0]}{[*tensor[1]]}"
+
+
+def _misfit(problem: str) -> CallerError:
+    return CallerError(
+        problem,
         code=Code.FAILED_PRECONDITION,
         field="args.name",
         remedy="load a checkpoint of the same architecture",

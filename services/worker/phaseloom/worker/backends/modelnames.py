@@ -9,8 +9,7 @@ Source: `transformers` 5.19, `core_model_loading.py`; tests compare both directi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -25,20 +24,15 @@ from transformers.core_model_loading import (
 )
 
 from phaseloom.common.contract.errors import CallerError
-from phaseloom.common.tensors.storednames import DERIVED
+from phaseloom.common.contract.state_layout import Places, StoredTensor
 from phaseloom.worker.backends.filetensors import FileTensor, ParameterShapes
 
-
-@dataclass(frozen=True)
-class Stored:
-    """Where a file has a tensor: as one of its own, or as a run of a larger one."""
-
-    name: str
-    """Name of the file's tensor."""
-    shape: list[int]
-    """The shape that it must have."""
-    first: int
-    """Index of the run's first element."""
+_DERIVED = (
+    r"(^|\.)rotary_emb\.\w+$",
+    r"(^|\.)position_ids$",
+    r"(^|\.)(self_)?(attn|attention)\.(masked_)?bias$",
+)
+"""Patterns of buffers in old files, which models compute themselves."""
 
 
 class ModelNames:
@@ -54,36 +48,43 @@ class ModelNames:
         untyped_model: Any = model
         # Only names without a parameter are ignored, as `transformers` does.
         ignored = untyped_model._keys_to_ignore_on_load_unexpected or ()
-        self._ignored = re.compile("|".join(f"({pattern})" for pattern in (*ignored, *DERIVED)))
-        self._targets: dict[str, list[tuple[str, Stored]]] = {}
+        self._ignored = re.compile("|".join(f"({pattern})" for pattern in (*ignored, *_DERIVED)))
+        self._targets: dict[str, list[tuple[str, StoredTensor]]] = {}
         """Name after renaming → pairs of a saved tensor's name, and where it is under that name."""
         first_names: dict[int, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             parts = self.shapes.parts_of(first_names.setdefault(id(parameter), name))
             shape = [*parameter.shape]
-            self._targets[name] = [(part.name, Stored("", shape, part.first)) for part in parts]
+            self._targets[name] = [
+                (part.name, StoredTensor("", shape, part.first)) for part in parts
+            ]
             for part in parts if first_names[id(parameter)] == name else ():
-                own = [(part.name, Stored("", part.shape, 0))]
+                own = [(part.name, StoredTensor("", part.shape, 0))]
                 self._targets.setdefault(self._renamed(part.name), own)
 
-    def locate(self, names: Iterable[str]) -> tuple[dict[str, list[Stored]], list[str]]:
+    def locate(self, names: Iterable[str]) -> Places:
         """Find the saved tensors in files that contain tensors of these names.
 
-        Returns: the places of each saved tensor, by its name, and the names that match none. A
-                 tensor has several places if the model ties two that the files both contain.
+        Raises: ValueError: the files lack a tensor, or have one that matches no parameter.
         """
-        places: dict[str, list[Stored]] = {}
+        places: Places = {}
         unmatched = []
         for name in sorted(names):
             targets = self._match(name)
             if not targets and not self._ignored.search(name):
                 unmatched.append(name)
             for saved_name, place in targets:
-                stored = Stored(name, place.shape, place.first)
+                stored = StoredTensor(name, place.shape, place.first)
                 places.setdefault(saved_name, []).append(stored)
-        return places, unmatched
+        if missing := sorted(self.shapes.files.keys() - places.keys()):
+            raise ValueError(f"its files lack {_listed(missing)}")
+        if unmatched:
+            raise ValueError(
+                f"its files contain {_listed(unmatched)}, which the architecture lacks"
+            )
+        return places
 
-    def _match(self, name: str) -> list[tuple[str, Stored]]:
+    def _match(self, name: str) -> list[tuple[str, StoredTensor]]:
         for known in (self._renamed(name), name):
             short = known.removeprefix(self._prefix)
             for candidate in (known, self._prefix + known, short):
@@ -127,6 +128,11 @@ def saved_shapes(model: PreTrainedModel) -> ParameterShapes:
             raise _not_a_run(name)
     changed = {name: each for name, each in parts.items() if [part.name for part in each] != [name]}
     return ParameterShapes({name: tensor.shape for name, tensor in tensors.items()}, changed)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _not_a_run(name: str) -> CallerError:

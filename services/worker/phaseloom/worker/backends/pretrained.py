@@ -12,7 +12,7 @@ weights are read from the files too, so they lose nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
@@ -25,11 +25,11 @@ from safetensors import SafetensorError, safe_open
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.specs import ModelDirectory, ModelSpec
-from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.contract.state_layout import Role, StoredTensor, TensorSlot
 from phaseloom.common.tensors.uncachedfile import UncachedFile
 from phaseloom.worker.backends.layout import FLOAT32_BYTES, MASTER
 from phaseloom.worker.backends.model import model_names
-from phaseloom.worker.backends.modelnames import ModelNames, Stored
+from phaseloom.worker.backends.modelnames import ModelNames
 from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor
 
 _PIECE_BYTES = 16 * 2**20
@@ -163,13 +163,10 @@ def _matched(names: ModelNames, sources: Mapping[str, _Source]) -> dict[str, lis
 
     Raises: CallerError: a tensor is missing, or belongs to no parameter.
     """
-    places, unmatched = names.locate(sources)
-    if missing := sorted(names.shapes.files.keys() - places.keys()):
-        raise _another_model(f"its files lack {_listed(missing)}")
-    if unmatched:
-        raise _another_model(
-            f"its files contain {_listed(unmatched)}, which the architecture lacks"
-        )
+    try:
+        places = names.locate(sources)
+    except ValueError as error:
+        raise _another_model(str(error)) from None
     matched: dict[str, list[_Source]] = {}
     for name, shape in names.shapes.files.items():
         for place in places[name]:
@@ -179,7 +176,7 @@ def _matched(names: ModelNames, sources: Mapping[str, _Source]) -> dict[str, lis
     return matched
 
 
-def _check_stored(place: Stored, source: _Source) -> None:
+def _check_stored(place: StoredTensor, source: _Source) -> None:
     if source.shape != place.shape:
         raise _another_model(f"expected {place.name} with shape {place.shape}, got {source.shape}")
     if source.dtype not in _DTYPES:
@@ -232,11 +229,6 @@ def _pieces(slot: TensorSlot, item_bytes: int) -> Iterator[tuple[slice, ...]]:
     whole_dimensions = tuple(slice(0, size) for size in slot.shape[1:])
     for row in range(0, slot.shape[0], step):
         yield slice(row, min(row + step, slot.shape[0])), *whole_dimensions
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _another_model(

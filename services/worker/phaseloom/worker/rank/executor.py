@@ -27,7 +27,7 @@ from phaseloom.common.contract.operations import (
     SyncWeights,
     kind_of,
 )
-from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.contract.state_layout import Places, Role, TensorSlot
 from phaseloom.common.tensors.layouts import item_ranges, merge, split, split_shared
 from phaseloom.worker.backends.base import (
     AdapterVersion,
@@ -85,6 +85,27 @@ class Executor:
         """The `adapter_config.json` of the deployment's adapter; empty: it has none."""
         has_adapter = self.settings.spec.model.adapter is not None
         return json.dumps(self.backend.config) if has_adapter else ""
+
+    def locate(self, names: Sequence[str]) -> Places:
+        """Return where a checkpoint of another program has each tensor. Runs in any thread.
+
+        Args:   names: of the tensors in its files.
+        Raises: CallerError: FAILED_PRECONDITION: it is of another model.
+        """
+        problem = f"the backend {self.settings.spec.backend!r} reads only checkpoints of its own"
+        if self.settings.spec.model.config.get("model_type"):
+            from phaseloom.worker.backends.model import model_names  # imports torch
+
+            try:
+                return model_names(self.settings.spec.model).locate(names)
+            except ValueError as error:
+                problem = str(error)
+        raise CallerError(
+            f"the checkpoint is not of this model: {problem}",
+            code=Code.FAILED_PRECONDITION,
+            field="args.name",
+            remedy="load a checkpoint of the same architecture",
+        )
 
     @property
     def is_alone(self) -> bool:

@@ -307,6 +307,7 @@ class Follower:
                 optimizer=args.optimizer,
                 load=operation,
                 adapter_config=self.executor.adapter_config,
+                locate=self.executor.locate,
             )
 
     async def _prepare(

@@ -320,7 +320,7 @@ async def _fill(
     executor.applied = settings.applied
     if settings.checkpoint:
         await state.commit_checkpoint(
-            settings.checkpoint, settings.applied, executor.adapter_config
+            settings.checkpoint, settings.applied, executor.adapter_config, executor.locate
         )
         return
     model = settings.spec.model

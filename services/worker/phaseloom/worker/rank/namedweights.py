@@ -135,13 +135,17 @@ class WeightsReader:
 
         async def read(opened: SavedOpened, name: str) -> WholeVersion:
             self._check_kind(opened)
-            tensors = tensors_of(self.executor.backend.version_slots)
-            if tensors_of(TensorTable.read(opened.tensors).tensors) != tensors:
-                raise _unusable_error("its tensors differ")
+            expected = tensors_of(self.executor.backend.version_slots)
+            names = [slot.name for slot in TensorTable.read(opened.tensors).tensors]
+            places = None
+            if {*names} != expected.keys():
+                if opened.adapter_config:
+                    raise _unusable_error("its tensors differ")
+                places = await asyncio.to_thread(self.executor.locate, names)
             saved = await self._save_current()
             version = self._read.get(_replacement_key(name, saved))
             if version is None:
-                memory = await self.state.read_saved(checkpoint, source)
+                memory = await self.state.read_saved(checkpoint, source, places=places)
                 slots = self.executor.weight_slots
                 runs = [StridedRanges(slot.offset, slot.offset, slot.num_bytes) for slot in slots]
                 version = self._register_whole(name, [(memory, runs)], saved)

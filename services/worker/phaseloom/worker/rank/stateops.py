@@ -288,6 +288,7 @@ class StateOperations:
                 optimizer=args.optimizer,
                 load=call.operation.id,
                 adapter_config=self.executor.adapter_config,
+                locate=self.executor.locate,
             )
         except PhaseloomError as error:
             raise OperationRefused(error.info) from error

@@ -15,9 +15,11 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from phaseloom.common.contract.errors import CallerError, InternalError, ResourceError
 from phaseloom.common.contract.specs import ModelDirectory
-from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes
+from phaseloom.common.contract.state_layout import Places, TensorSlot, extent_bytes
 from phaseloom.common.contract.state_rank import (
     MAX_READ_BYTES,
     CheckpointRead,
@@ -62,6 +64,7 @@ from phaseloom.worker.state.versions import RankVersions
 log = logging.getLogger(__name__)
 
 Kind = TypeVar("Kind")
+Locate = Callable[[Sequence[str]], Places]
 
 
 class RankStateClient:
@@ -225,17 +228,30 @@ class RankStateClient:
         digest = await self._run(lambda: digest_in_threads(extent.buffer))
         await self._commit_initial(digest, applied)
 
-    async def commit_checkpoint(self, name: str, applied: int, adapter_config: str = "") -> None:
+    async def commit_checkpoint(
+        self, name: str, applied: int, adapter_config: str = "", locate: Locate | None = None
+    ) -> None:
         """Have the state manager fill the extent from a checkpoint and ignore the heap's content.
 
         Call it instead of `commit_initial`.
-        Args:   adapter_config: as in `ReadCheckpoint`.
+        Args:   adapter_config, locate: as in `read_checkpoint`.
         Raises: the errors of `read_checkpoint`.
         """
         load = f"begins at {applied}"
         message = ReadCheckpoint(name, load=load, adapter_config=adapter_config)
-        read = await self._link.ask(message, CheckpointRead)
+        read = await self._read_checkpoint(message, locate)
         await self._commit_initial(read.digest, applied)
+
+    async def _read_checkpoint(
+        self, message: ReadCheckpoint, locate: Locate | None
+    ) -> CheckpointRead:
+        if locate is None:
+            return await self._link.ask(message, CheckpointRead)
+        read = await self._link.ask(replace(message, places=None), CheckpointRead)
+        if read.names:
+            places = await asyncio.to_thread(locate, read.names)
+            read = await self._link.ask(replace(message, places=places), CheckpointRead)
+        return read
 
     async def _commit_initial(self, digest: str, applied: int) -> None:
         heap, extent = self._copies.registered()
@@ -286,19 +302,22 @@ class RankStateClient:
         optimizer: bool = True,
         load: str = "",
         adapter_config: str = "",
+        locate: Locate | None = None,
     ) -> str:
         """Replace the state of all ranks by a checkpoint. Called by the leader.
 
         After any error, either nothing has changed or the state manager has disconnected the ranks.
         Args:    source, optimizer: as in `LoadState`.
                  load, adapter_config: as in `ReadCheckpoint`.
+                 locate: returns where the files have each tensor, from the names in the files, or
+                 raises a CallerError. None: under the ranks' own names.
         Returns: the SHA-256 of the checkpoint's weights; empty if the checkpoint does not record
                  it.
         Raises:  CallerError: NOT_FOUND; FAILED_PRECONDITION: the checkpoint is of another model.
                  ResourceError: DATA_LOSS; no host memory.
         """
         message = ReadCheckpoint(name, source, optimizer, load, adapter_config)
-        return (await self._link.ask(message, CheckpointRead)).weights_sha256
+        return (await self._read_checkpoint(message, locate)).weights_sha256
 
     async def open_saved(self, name: str, source: str) -> SavedOpened:
         """Describe the weights of a checkpoint.
@@ -308,22 +327,25 @@ class RankStateClient:
         """
         return await self._link.ask(OpenSaved(name, source), SavedOpened)
 
-    async def read_saved(self, name: str, source: str, num_bytes: int = 0) -> memoryview:
+    async def read_saved(
+        self, name: str, source: str, num_bytes: int = 0, places: Places | None = None
+    ) -> memoryview:
         """Read and verify the weights of a checkpoint into borrowed memory.
 
         Args:   num_bytes: size of the layout that `open_saved` described. 0: place every tensor at
-                 its
-                    offset in the heap.
+                 its offset in the heap.
+                places: where the files have each tensor; None: under the rank's own names.
         Raises: the errors of `open_saved`. CallerError: FAILED_PRECONDITION: the weights are of
-                 another
-                model. ResourceError: RESOURCE_EXHAUSTED: no host memory.
+                 another model. ResourceError: RESOURCE_EXHAUSTED: no host memory.
         """
         size = num_bytes or self._copies.weights_bytes
         memory = await self.loans.borrow(size, f"the weights of checkpoint {name}")
         for start in range(0, len(memory), MAX_READ_BYTES):
             part = memory[start : start + MAX_READ_BYTES]
-            request = ReadSaved(name, source, start, len(part), as_held=not num_bytes)
+            request = ReadSaved(name, source, start, len(part), not num_bytes, places or {})
             part[:] = (await self._link.ask(request, SavedRead)).content
+            # Two copies of a tensor are compared once.
+            places = {tensor: stored[:1] for tensor, stored in (places or {}).items()}
         return memory
 
     async def prune_checkpoints(self, keep: int, needed: list[str]) -> None:
