@@ -32,6 +32,7 @@ from loadtest import (
     servers,
     spatial,
     state_bench,
+    switches,
     tailbench,
 )
 from loadtest.hostile import run as hostile
@@ -39,6 +40,7 @@ from loadtest.papers.command import simulate
 from loadtest.records import LATEST, Record, describe, record, write
 from loadtest.stage_predictions import stage_predictions
 from phaseloom.cli.recorder import read_entries
+from phaseloom.cli.rundir import find_run
 from phaseloom.common.contract.errors import PhaseloomError
 
 app = cyclopts.App(name="loadtest", help=__doc__)
@@ -604,6 +606,30 @@ def runtimes_test(
         runtimes.Settings(rounds, rows, tokens, tp, quick), python, _work_directory(file), file
     )
     Console().print(_table(uvloop.run(measuring).figures))
+
+
+@app.command(name="switches")
+def switches_of(
+    run: Path | None = None, *, seconds: float = 0.0, file: Path = _RUNS / "switches.json"
+) -> None:
+    """Measure the parts of a run's context switches, by deployment, next to plain copies.
+
+    Parameters
+    ----------
+    run
+        Run directory, or its name under runs/. Default: the newest run.
+    seconds
+        How long to follow the run; Ctrl-C ends it earlier. 0: use what it has recorded so far, next
+        to plain copies made now.
+    file
+        Where the report is written.
+    """
+    report = switches.measure(find_run(run), seconds)
+    write(report, file)
+    table = Table(*switches.HEAD)
+    for row in switches.rows(report):
+        table.add_row(*row)
+    Console().print(table)
 
 
 app.command(simulate)

@@ -30,6 +30,7 @@ from loadtest.records import Machine, Records
 from loadtest.scale import ScaleReport, Steps
 from loadtest.servers import ServersReport
 from loadtest.spatial import SpatialReport
+from loadtest.switches import HEAD, SwitchesReport, rows
 from loadtest.tailbench import TailReport
 from phaseloom.demo.spatial import PolicyFigures
 
@@ -97,6 +98,10 @@ def bench_table(records: Records) -> str:
     return _table(
         records.machine, ("figure", "measured", "limit", "ratio", "aim of the ratio"), rows
     )
+
+
+def switches_table(report: SwitchesReport) -> str:
+    return _table(report.machine, HEAD, rows(report))
 
 
 def load_table(report: LoadReport) -> str:
@@ -461,6 +466,7 @@ PUBLISHED: dict[str, tuple[str, str, Any, Callable[[Any], str]]] = {
     "delta": ("delta.json", "measured/state.md", DeltaReport, delta_table),
     "gateway": ("gateway.json", "measured/performance.md", GatewayReport, gateway_table),
     "hidden": ("hidden.json", "measured/state.md", HidingReport, hidden_table),
+    "switches": ("switches.json", "measured/state.md", SwitchesReport, switches_table),
     "servers": ("servers.json", "measured/performance.md", ServersReport, servers_table),
     "scale": ("scale.json", "measured/performance.md", ScaleReport, scale_table),
     "lora": ("lora.json", "measured/state.md", Records, bench_table),

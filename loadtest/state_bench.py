@@ -311,7 +311,7 @@ async def switch_in_turns(
         took_s = time.perf_counter() - started_s
         await _digested(agent)
         copy_s = await asyncio.to_thread(copy_seconds, plain, into)
-        fresh_s = await asyncio.to_thread(_copy_fresh, plain)
+        fresh_s = await asyncio.to_thread(fresh_copy_seconds, plain)
         if use is not None:
             await use(back)
         if number < 2:
@@ -394,7 +394,7 @@ def copy_seconds(source: memoryview, target: memoryview) -> float:
     return _seconds(lambda: ctypes.memmove(to, start, len(source)))
 
 
-def _copy_fresh(source: memoryview) -> float:
+def fresh_copy_seconds(source: memoryview) -> float:
     fresh = mmap.mmap(-1, len(source), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     fresh.madvise(mmap.MADV_HUGEPAGE)
     return copy_seconds(source, memoryview(fresh))

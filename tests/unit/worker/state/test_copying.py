@@ -82,6 +82,19 @@ def test_digest_of_a_load_covers_what_lies_behind_the_heap_too(behind: int) -> N
     assert heap == extent[:num_bytes]
 
 
+def test_zeroes_that_are_loaded_into_a_clear_heap_need_no_pages() -> None:
+    num_bytes = 2 * BLOCK_BYTES
+    extent, heap = memoryview(bytearray(num_bytes + 1)), Heap(num_bytes)
+    extent[BLOCK_BYTES - 100 : BLOCK_BYTES + 100] = random_memory(200)
+    extent[num_bytes - 1] = 1
+    assert copy_hashed(extent, heap.buffer, is_clear=True) == digest_of(extent)
+    assert 0 < heap.resident_bytes() < num_bytes
+    assert heap.buffer == extent[:num_bytes]
+    heap.buffer[:] = random_memory(num_bytes)
+    assert copy_hashed(extent, heap.buffer) == digest_of(extent)
+    assert heap.buffer == extent[:num_bytes]
+
+
 def test_resident_bytes_of_a_heap_are_those_that_were_touched_and_not_released() -> None:
     heap = Heap(8 * 1024 * 1024)
     assert heap.resident_bytes() == 0

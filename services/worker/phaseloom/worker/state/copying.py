@@ -28,8 +28,11 @@ from phaseloom.common.tensors.resharding import StridedRanges
 from phaseloom.common.transport.framing import close_fds
 from phaseloom.worker.state.heap import ALIGNMENT_BYTES, PAGE_BYTES
 
-_CHUNK_BYTES = 2 * 1024 * 1024
-"""Bytes hashed and copied at a time. A chunk must still be in the cache when it is copied."""
+_CHUNK_BYTES = 512 * 1024
+"""Bytes hashed and copied at a time. A chunk must still be in a core's cache when it is copied."""
+_ZEROES = ctypes.create_string_buffer(_CHUNK_BYTES)
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _PART_BYTES = 64 * 1024 * 1024
 """Bytes of one memmove, large enough for stores that bypass the cache."""
 _BATCH_BYTES = 8 * 1024 * 1024
@@ -154,9 +157,11 @@ def _move(source_address: int, target_address: int, num_bytes: int) -> None:
     map_parts(num_bytes, _PART_BYTES, part)
 
 
-def copy_hashed(source: memoryview, target: memoryview) -> str:
+def copy_hashed(source: memoryview, target: memoryview, *, is_clear: bool = False) -> str:
     """Copy the first `len(target)` bytes of `source` to `target`.
 
+    Args:    is_clear: whether the target holds only zeroes. Chunks of zeroes, such as gradients
+                 after an `optim_step`, then need neither a copy nor pages.
     Returns: the digest of the whole `source`.
     """
     source_address, target_address = _address(source), _address(target)
@@ -168,10 +173,15 @@ def copy_hashed(source: memoryview, target: memoryview) -> str:
             hasher.update(source[at:until])
             if at < len(target):
                 num_bytes = min(until, len(target)) - at
-                ctypes.memmove(target_address + at, source_address + at, num_bytes)
+                if not (is_clear and _is_zero(source_address + at, num_bytes)):
+                    ctypes.memmove(target_address + at, source_address + at, num_bytes)
         return bytes(hasher.digest())
 
     return combine_checksums(b"".join(map_parts(len(source), BLOCK_BYTES, block)))
+
+
+def _is_zero(address: int, num_bytes: int) -> bool:
+    return not _libc.memcmp(address, _ZEROES, num_bytes)
 
 
 def _address(view: memoryview) -> int:

@@ -83,7 +83,7 @@ def copy_in(extent: memoryview, memory: DeviceMemory) -> str:
     Returns: the digest of the whole extent, including the bytes behind those copied.
     """
     if isinstance(memory, Heap):
-        return copy_hashed(extent, memory.buffer)
+        return copy_hashed(extent, memory.buffer, is_clear=not resident_bytes(memory))
     memory.start_copy_in(extent[: memory.num_bytes])
     try:
         return digest_in_threads(extent)
