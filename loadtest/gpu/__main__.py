@@ -78,6 +78,7 @@ def plan(sizes_mib: Sequence[int]) -> dict[str, Callable[[Driver], Found]]:
         "NCCL's memory over switches": sharding.nccl_residue,
         "Green Contexts": proofs.green_contexts,
         "kvikio": proofs.kvikio_file,
+        "kvikio beside direct I/O": proofs.kvikio_beside_direct,
     }
     for name in ("fsdp", "megatron", "sampler", "vllm"):
         planned[f"backend {name} over switches"] = partial(

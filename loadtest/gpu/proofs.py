@@ -14,11 +14,13 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -375,26 +377,68 @@ def optimizer_on_host(driver: Driver) -> Found:
 
 
 def kvikio_file(driver: Driver) -> Found:
-    """A file through kvikio, from device memory and back."""
+    """A heap's memory goes to a file through kvikio, and comes back bit by bit after a release."""
     try:
         import kvikio
     except ImportError as error:
         raise Skipped(f"kvikio is not installed: {error}") from error
     num_bytes, path = 64 * MiB, f"gpucheck-{os.getpid()}.bin"
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{driver.device}")
-    target = torch.zeros_like(source)
-    fill(source, 13)
-    torch.cuda.synchronize()
-    try:
-        with kvikio.CuFile(path, "w") as file:
-            require(file.write(source) == num_bytes, "not all was written")
-        with kvikio.CuFile(path, "r") as file:
-            require(file.read(target) == num_bytes, "not all was read")
-    finally:
-        with suppress(FileNotFoundError):
+    with with_heap(driver, num_bytes) as (heap, _), suppress(FileNotFoundError):
+        memory = heap.tensor()
+        fill(memory, 13)
+        torch.cuda.synchronize()
+        try:
+            with kvikio.CuFile(path, "w") as file:
+                require(file.write(memory) == num_bytes, "not all was written")
+            fill(memory, 14)
+            torch.cuda.synchronize()
+            with kvikio.CuFile(path, "r") as file:
+                require(file.read(memory) == num_bytes, "not all was read")
+            require(num_differing(memory, 13) == 0, "what came back differs")
+        finally:
             os.unlink(path)
-    require(num_differing(target, 13) == 0, "what came back differs")
     return Found("written and read back")
+
+
+def kvikio_beside_direct(_: Driver) -> Found:
+    """State files by kvikio and by direct I/O, in turns. If kvikio is at least 1.1 times as fast,
+    the node should use it: `statemgr.disk_method`."""
+    try:
+        from phaseloom.common.contract.ids import DeploymentKey
+        from phaseloom.common.contract.state_agent import DiskMethod
+        from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+        from phaseloom.statemgr.records.stateheader import Section, StateHeader
+    except ImportError as error:
+        raise Skipped(f"the state manager is not installed: {error}") from error
+    num_bytes, median = 1024 * MiB, statistics.median
+    methods = [DiskMethod.DIRECT, DiskMethod.KVIKIO]
+    with tempfile.TemporaryDirectory(dir=".") as scratch:
+        directories = {m: StateDirectory(Path(scratch), m) for m in methods}
+        for method, directory in directories.items():
+            if directory.disk.path.method is not method:
+                raise Skipped(directory.disk.path.why)
+        path, memory = Path(scratch) / "f", memoryview(mmap.mmap(-1, num_bytes))
+        memory[:MiB] = os.urandom(MiB)
+        header = StateHeader("copy", DeploymentKey("a", "b", "c"), 1, [Section(num_bytes, [], "")])
+        seconds: dict[str, list[float]] = {}
+        for turn in range(TURNS):
+            for method in methods[:: 1 if turn % 2 else -1]:
+                states = directories[method]
+                started_s = time.perf_counter()
+                states.write(path, header, [memory])
+                written_s = time.perf_counter()
+                states.read(find_parts(path)[0], memory)
+                read_s = time.perf_counter()
+                seconds.setdefault(f"write {method}", []).append(written_s - started_s)
+                seconds.setdefault(f"read {method}", []).append(read_s - written_s)
+    speeds = {what: num_bytes / 1e9 / median(taken) for what, taken in seconds.items()}
+    ratios = [
+        median(ours / kvikio for ours, kvikio in zip(seconds[f"{way} direct"], taken, strict=True))
+        for way, taken in (("write", seconds["write kvikio"]), ("read", seconds["read kvikio"]))
+    ]
+    advice = "use kvikio" if min(ratios) >= 1.1 else "keep direct I/O"
+    detail = f"kvikio is {ratios[0]:.2f} (write) and {ratios[1]:.2f} (read) times as fast: {advice}"
+    return Found(detail, {f"{what} GB/s": speed for what, speed in speeds.items()})
 
 
 def green_contexts(driver: Driver) -> Found:

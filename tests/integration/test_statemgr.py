@@ -912,7 +912,7 @@ def _json_lines(directory: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.usefixtures("cold_nodes")
 async def test_daemon_imports_no_torch_and_idles_small(short_dir: Path) -> None:
-    async with daemon(short_dir) as d:
+    async with daemon(short_dir, DISK_METHOD="direct") as d:
         mapped = await asyncio.to_thread(Path(f"/proc/{d.pid}/maps").read_text)
         assert "torch" not in mapped
         assert "numpy" not in mapped

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import importlib.util
 import mmap
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -23,6 +27,7 @@ from phaseloom.statemgr.disk.disk import (
     PAGE_BYTES,
     BlockFile,
     DirectFile,
+    KvikioFile,
     MemoryFile,
     probe,
     read_block,
@@ -33,9 +38,11 @@ from phaseloom.statemgr.disk.files import NEVER, StateDirectory, find_parts
 from phaseloom.statemgr.disk.statefile import encode_header, parts_in
 from phaseloom.statemgr.records.seals import seal_header
 from phaseloom.statemgr.records.stateheader import Section, StateHeader
+from tests.support.statefiles import PREFERRED, state_directory
 
 KEY = DeploymentKey("acme", "sums", "policy")
 MiB = 1024 * 1024
+ON_KVIKIO = PREFERRED is DiskMethod.KVIKIO
 SIZES = [2 * BLOCK_BYTES + 3 * MiB + 5, BLOCK_BYTES, 100]
 """Of a rank's memory: with a short last block that is no multiple of anything, and without."""
 
@@ -76,6 +83,22 @@ def test_probe_takes_direct_io_where_a_file_can_be_opened_so(tmp_path: Path) -> 
     assert list((tmp_path / "not yet made").iterdir()) == []
 
 
+def test_preferred_method_is_in_use(tmp_path: Path) -> None:
+    """In each run of these tests, so that a run on kvikio cannot be one on something simpler."""
+    if PREFERRED is DiskMethod.DIRECT and not is_direct_here(tmp_path):
+        pytest.skip("no direct I/O in the tests' directory")
+    assert state_directory(tmp_path / "files").disk.path.method is PREFERRED
+
+
+def test_simpler_method_takes_over_where_the_preferred_one_is_missing(tmp_path: Path) -> None:
+    if importlib.util.find_spec("kvikio"):
+        pytest.skip("kvikio is here")
+    found = probe(tmp_path, DiskMethod.KVIKIO)
+    assert found.method is probe(tmp_path).method
+    assert "kvikio: it is not installed" in found.why
+    assert "pip install 'phaseloom[gds]'" in found.why
+
+
 def test_probe_says_why_where_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("where a directory belongs")
     found = probe(tmp_path / "file")
@@ -108,18 +131,16 @@ def test_direct_file_goes_past_the_page_cache(tmp_path: Path) -> None:
     num_bytes=st.integers(0, 5 * PAGE_BYTES),
     skew=st.sampled_from([0, 1, 64, 512]),
     place=st.sampled_from([0, 512, PAGE_BYTES]),
-    is_direct=st.booleans(),
+    opened_by=st.sampled_from([BlockFile, DirectFile, *([KvikioFile] if ON_KVIKIO else [])]),
 )
 def test_any_memory_comes_back_from_any_offset(
-    tmp_path: Path, num_bytes: int, skew: int, place: int, is_direct: bool
+    tmp_path: Path, num_bytes: int, skew: int, place: int, opened_by: type[BlockFile]
 ) -> None:
     """Also where neither memory nor length nor offset is what the disk asks for."""
 
     def opened(writable: bool) -> BlockFile:
         path, room = tmp_path / "f", (place + num_bytes) * writable
-        if is_direct:
-            return DirectFile(path, writable=writable, num_bytes=room)
-        return BlockFile(path, writable=writable, num_bytes=room)
+        return opened_by(path, writable=writable, num_bytes=room)
 
     content = memory(skew + num_bytes)[skew:]
     file = opened(True)
@@ -154,7 +175,7 @@ def written(directory: StateDirectory) -> tuple[Path, list[memoryview]]:
 
 
 def test_every_section_comes_back_block_by_block(tmp_path: Path) -> None:
-    directory = StateDirectory(tmp_path)
+    directory = state_directory(tmp_path)
     path, contents = written(directory)
     assert path.stat().st_size == find_parts(path)[-1].offset + SIZES[-1]
     for place, content in zip(find_parts(path), contents, strict=True):
@@ -165,7 +186,7 @@ def test_every_section_comes_back_block_by_block(tmp_path: Path) -> None:
 
 def test_file_in_memory_has_the_bytes_of_one_on_disk_and_the_same_checks(tmp_path: Path) -> None:
     """A seal of durability `host`."""
-    path, contents = written(StateDirectory(tmp_path))
+    path, contents = written(state_directory(tmp_path))
     header = find_parts(path)[0].header
     image = memoryview(mmap.mmap(-1, path.stat().st_size))
     file = MemoryFile(image)
@@ -189,7 +210,7 @@ def test_file_in_memory_has_the_bytes_of_one_on_disk_and_the_same_checks(tmp_pat
 def test_flipped_bit_is_named_with_deployment_rank_tensor_and_offset(
     tmp_path: Path, rank: int, where: str
 ) -> None:
-    directory = StateDirectory(tmp_path)
+    directory = state_directory(tmp_path)
     path, contents = written(directory)
     places = find_parts(path)
     byte = 0 if where == "first" else SIZES[rank] - 1
@@ -220,7 +241,7 @@ def test_flipped_bit_is_named_with_deployment_rank_tensor_and_offset(
 
 
 def test_torn_file_is_named_with_where_it_ends(tmp_path: Path) -> None:
-    directory = StateDirectory(tmp_path)
+    directory = state_directory(tmp_path)
     path, _ = written(directory)
     place = find_parts(path)[0]
     os.truncate(path, place.offset + BLOCK_BYTES + 1000)
@@ -231,7 +252,7 @@ def test_torn_file_is_named_with_where_it_ends(tmp_path: Path) -> None:
 
 
 def test_checksums_that_do_not_cover_the_memory_are_data_loss(tmp_path: Path) -> None:
-    directory = StateDirectory(tmp_path)
+    directory = state_directory(tmp_path)
     path, _ = written(directory)
     place = find_parts(path)[1]
     short = msgspec.structs.replace(place.part, blocks=b"")
@@ -242,7 +263,7 @@ def test_checksums_that_do_not_cover_the_memory_are_data_loss(tmp_path: Path) ->
 
 
 def test_digest_follows_from_what_was_written_where_none_was_known(tmp_path: Path) -> None:
-    directory = StateDirectory(tmp_path)
+    directory = state_directory(tmp_path)
     path, contents = directory.seal(KEY, 3), [memory(size) for size in SIZES]
     header = seal_header(KEY, 3, [Section(size, [], "") for size in SIZES])
     written = directory.write(path, header, contents)
@@ -252,7 +273,7 @@ def test_digest_follows_from_what_was_written_where_none_was_known(tmp_path: Pat
 
 
 def test_memory_of_another_digest_is_not_written(tmp_path: Path) -> None:
-    directory = StateDirectory(tmp_path)
+    directory = state_directory(tmp_path)
     path, content = directory.seal(KEY, 3), memory(SIZES[0])
     header = seal_header(KEY, 3, [Section(SIZES[0], [], digest_of(content))])
     content[BLOCK_BYTES + 5] ^= 1
@@ -263,7 +284,7 @@ def test_memory_of_another_digest_is_not_written(tmp_path: Path) -> None:
 
 
 def test_file_without_a_checksum_for_each_block_is_refused(tmp_path: Path) -> None:
-    path = StateDirectory(tmp_path).seal(KEY, 3)
+    path = state_directory(tmp_path).seal(KEY, 3)
     content = os.urandom(2 * BLOCK_BYTES + 7)
     section = Section(len(content), [], xxhash.xxh3_128(content).hexdigest())
     header = StateHeader("seal", KEY, 3, [section])
@@ -275,7 +296,7 @@ def test_file_without_a_checksum_for_each_block_is_refused(tmp_path: Path) -> No
 
 
 def test_cancelled_move_leaves_what_was_there(tmp_path: Path) -> None:
-    directory = StateDirectory(tmp_path)
+    directory = state_directory(tmp_path)
     path, contents = written(directory)
     cancelled = threading.Event()
     cancelled.set()
@@ -287,3 +308,31 @@ def test_cancelled_move_leaves_what_was_there(tmp_path: Path) -> None:
         directory.read(find_parts(path)[0], memory(SIZES[0]), cancelled)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     directory.read(find_parts(path)[1], memory(SIZES[1]))
+
+
+@pytest.mark.parametrize("opened_by", [BlockFile, DirectFile, *([KvikioFile] if ON_KVIKIO else [])])
+def test_file_that_cannot_grow_says_that_the_disk_is_full(
+    tmp_path: Path, opened_by: type[BlockFile]
+) -> None:
+    """A limit on the size of files stands for a full disk; space for this one was not reserved."""
+    path = tmp_path / "f"
+    ran = subprocess.run(
+        [sys.executable, "-c", FILL, opened_by.__name__, str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.stdout.split() == [errno.errorcode[errno.EFBIG]], ran.stderr
+
+
+FILL = """
+import errno, mmap, pathlib, resource, signal, sys
+from phaseloom.statemgr.disk import disk
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+file = getattr(disk, sys.argv[1])(pathlib.Path(sys.argv[2]), writable=True)
+try:
+    file.write(memoryview(mmap.mmap(-1, 2**22)), 0)
+except OSError as error:
+    print(errno.errorcode[error.errno])
+"""

@@ -19,11 +19,11 @@ from phaseloom.common.contract.state_rank import RegisterHeap, TakeSnapshot, Wri
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.checkpoints.exporting import MAX_OPERATION_CHARS, Exporter
-from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.records.incarnations import Rank
 from phaseloom.statemgr.tiering.tiering import Tiering
 from tests.support.nodeparts import node_on, parts_on
+from tests.support.statefiles import state_directory
 
 SIZE = 64 * 1024
 KEY = DeploymentKey("acme", "job", "policy")
@@ -44,7 +44,7 @@ async def _offloaded(node: Node, tiering: Tiering) -> Rank:
 @asynccontextmanager
 async def exporting(directory: Path) -> AsyncIterator[tuple[Node, Exporter, Rank]]:
     """With a deployment to save."""
-    files = await asyncio.to_thread(StateDirectory, directory)
+    files = await asyncio.to_thread(state_directory, directory)
     node = node_on(files, device_bytes=SIZE, host_bytes=8 * SIZE)
     parts = parts_on(node, checkpoint_root=directory / "checkpoints")
     async with node.background.running():

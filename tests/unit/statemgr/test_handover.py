@@ -24,6 +24,7 @@ from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.records.manifest import encode_manifest, encode_record, manifest_of
 from phaseloom.statemgr.records.versions import Version
 from tests.support.nodeparts import node_on, parts_on
+from tests.support.statefiles import state_directory
 
 SIZE = 4096
 SLOT = TensorSlot("w", Role.WEIGHT, "uint8", [SIZE], 0, SIZE)
@@ -77,7 +78,7 @@ def _key(number: int) -> DeploymentKey:
 
 async def test_what_is_taken_over_is_verified_side_by_side(tmp_path: Path) -> None:
     """Agent and ranks wait for no more than 30 s, whatever the node has."""
-    directory = await asyncio.to_thread(StateDirectory, tmp_path)
+    directory = await asyncio.to_thread(state_directory, tmp_path)
     before, node = _node(directory), _node(directory)
     for number in range(2):
         _content(before, number)

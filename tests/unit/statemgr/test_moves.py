@@ -14,11 +14,11 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.records.incarnations import HostCopy, State
 from phaseloom.statemgr.tiering.tiering import Tiering
 from tests.support.nodeparts import node_on, parts_on
+from tests.support.statefiles import state_directory
 from tests.support.threads import Remembering
 
 SIZE = 16 * 4096
@@ -48,7 +48,7 @@ class World:
 
 @asynccontextmanager
 async def world(directory: Path) -> AsyncIterator[World]:
-    files = await asyncio.to_thread(StateDirectory, directory)
+    files = await asyncio.to_thread(state_directory, directory)
     node = node_on(files, device_bytes=SIZE, host_bytes=2 * SIZE)
     tiering = parts_on(node, nvme_bytes=10 * SIZE).tiering
     async with node.background.running():

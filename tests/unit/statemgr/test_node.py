@@ -11,8 +11,8 @@ from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_rank import Copied, CopyIn, StateMessage
 from phaseloom.common.transport.framing import Peer, close_fds
-from phaseloom.statemgr.disk.files import StateDirectory
 from tests.support.nodeparts import node_on
+from tests.support.statefiles import state_directory
 
 KEY = DeploymentKey("acme", "sums", "reference")
 
@@ -29,7 +29,7 @@ async def test_descriptor_beside_an_order_is_that_of_its_memory_though_it_is_giv
         close_fds(fds)
         return Copied(body.digest, 0, 0, 0.0), []
 
-    directory = await asyncio.to_thread(StateDirectory, tmp_path)
+    directory = await asyncio.to_thread(state_directory, tmp_path)
     node = node_on(directory, device_bytes=1, host_bytes=1 << 20)
     node.records.residency.register(RegisterWpg(["token"], KEY, 1, [0], 0))
     rank = node.records.residency.authenticate("token")

@@ -15,8 +15,9 @@ from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.checkpoints.exporting import NodeParts
 from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.staging import StagedState
-from phaseloom.statemgr.disk.files import NEVER, StateDirectory
+from phaseloom.statemgr.disk.files import NEVER
 from phaseloom.statemgr.records.snapshots import Snapshot, SnapshotPart
+from tests.support.statefiles import state_directory
 
 SIZE = 4096
 KEY = DeploymentKey("acme", "job", "policy")
@@ -24,7 +25,7 @@ SLOTS = [TensorSlot("w", Role.WEIGHT, "uint8", [SIZE], 0, SIZE)]
 
 
 def parts_of(root: Path, node: str) -> NodeParts:
-    return NodeParts(Checkpoints(root, NodeId(node)), StateDirectory(root))
+    return NodeParts(Checkpoints(root, NodeId(node)), state_directory(root))
 
 
 def snapshot(rank: int, *, incarnation: int = 1) -> Snapshot:
@@ -49,7 +50,7 @@ def test_part_of_the_same_incarnation_is_taken_where_the_ranks_were_on_several_n
     found = parts_of(tmp_path, "first")
     (place,) = found.find(snapshot(0, incarnation=incarnation))
     memory = memoryview(bytearray(SIZE))
-    StateDirectory(tmp_path).read(place, memory)
+    state_directory(tmp_path).read(place, memory)
     assert bytes(memory) == bytes([incarnation]) * SIZE
     found.discard(snapshot(0))
     assert not list(tmp_path.rglob("*.part"))

@@ -16,11 +16,11 @@ from phaseloom.common.contract.state_layout import VersionPart, VersionParts
 from phaseloom.common.contract.state_rank import CommitParts, CreateVersion
 from phaseloom.common.tensors.tensortable import EMPTY
 from phaseloom.common.tensors.versionparts import part_of
-from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.records.incarnations import Wpg
 from phaseloom.statemgr.versions.weights import Publishing
 from tests.support.nodeparts import node_on, parts_on
+from tests.support.statefiles import state_directory
 
 POLICY = DeploymentKey("acme", "job", "policy")
 KEY = VersionKey(POLICY, 3)
@@ -62,7 +62,7 @@ class World:
 
 @asynccontextmanager
 async def world(directory: Path) -> AsyncIterator[World]:
-    files = StateDirectory(directory)
+    files = state_directory(directory)
     node = node_on(files, device_bytes=1, host_bytes=2**20)
     node.ledger.settled.set()
     yield World(node, parts_on(node).publishing)

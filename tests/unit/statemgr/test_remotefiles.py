@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 from phaseloom.common.contract.ids import DeploymentKey
-from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.extents import HostMemory
 from phaseloom.statemgr.node.stores import HostSealStore
 from phaseloom.statemgr.records.records import Records
@@ -14,13 +13,14 @@ from phaseloom.statemgr.records.stateheader import Section, StateHeader
 from phaseloom.statemgr.seals.replicating import open_file
 from phaseloom.statemgr.transfer.tensorslices import Box
 from phaseloom.statemgr.transfer.wire import FileName
+from tests.support.statefiles import state_directory
 
 KEY = DeploymentKey("acme", "job", "policy")
 
 
 async def test_blocks_of_one_request_come_each_as_it_is(tmp_path: Path) -> None:
     """A client may ask for the blocks of several small sections at once, and then for others."""
-    directory = StateDirectory(tmp_path)
+    directory = state_directory(tmp_path)
     contents = [os.urandom(num_bytes) for num_bytes in (5000, 64, 4096)]
     sections = [Section(len(content), [], "") for content in contents]
     memories = [memoryview(bytearray(content)) for content in contents]

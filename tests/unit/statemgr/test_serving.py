@@ -7,12 +7,12 @@ from pathlib import Path
 
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.tensors.tensortable import EMPTY
-from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.serving import Server
 from phaseloom.statemgr.transfer.assignment import Assignment, Peer
 from phaseloom.statemgr.transfer.permission import Gate
 from phaseloom.statemgr.transfer.tensorslices import Box
 from tests.support.nodeparts import node_on, parts_on
+from tests.support.statefiles import state_directory
 
 POLICY = DeploymentKey("acme", "job", "policy")
 KEYS = [VersionKey(POLICY, seq) for seq in (3, 5, 7)]
@@ -22,7 +22,7 @@ BOX = (Box("w", [0], [64]), 64)
 
 async def test_who_was_assigned_what_is_forgotten_with_the_version(tmp_path: Path) -> None:
     """There may be hundreds of thousands of boxes in each."""
-    directory = StateDirectory(tmp_path)
+    directory = state_directory(tmp_path)
     node = node_on(directory, device_bytes=1, host_bytes=2**20)
     node.ledger.settled.set()
     parts = parts_on(node)

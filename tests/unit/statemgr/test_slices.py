@@ -14,14 +14,14 @@ from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import Slice
 from phaseloom.common.contract.state_rank import OpenSlices
-from phaseloom.statemgr.disk.files import StateDirectory
 from tests.support.nodeparts import node_on, parts_on
+from tests.support.statefiles import state_directory
 
 KEY = DeploymentKey("acme", "job", "policy")
 
 
 async def test_slices_are_looked_through_beside_the_event_loop(tmp_path: Path) -> None:
-    directory = await asyncio.to_thread(StateDirectory, tmp_path)
+    directory = await asyncio.to_thread(state_directory, tmp_path)
     node = node_on(directory, device_bytes=0, host_bytes=2**20)
     weights = parts_on(node).weights
     node.records.residency.register(RegisterWpg(["token"], KEY, 1, [0], 0))

@@ -31,6 +31,7 @@ from phaseloom.statemgr.records.stateheader import (
     SectionRef,
     StateHeader,
 )
+from tests.support.statefiles import state_directory
 
 KEY = DeploymentKey("acme", "sums", "policy")
 SLOT = TensorSlot("w", Role.WEIGHT, "float32", [2, 3], 0, 24)
@@ -61,7 +62,7 @@ def test_file_whose_header_nobody_would_read_again_is_not_written(tmp_path: Path
     """Many ranks of many tensors: what each may register, their seal need not take."""
     names = [f"{number:06}" for number in range(MAX_HEADER_BYTES // 1_000)]
     slots = [TensorSlot(name + "x" * 1_000, Role.WEIGHT, "float32", [0], 0, 0) for name in names]
-    directory = StateDirectory(tmp_path)
+    directory = state_directory(tmp_path)
     path = directory.seal(KEY, 1)
     with pytest.raises(ResourceError, match="tensors") as refused:
         directory.write(
@@ -155,7 +156,7 @@ def test_seal_of_other_nodes_ranks_is_not_restored() -> None:
 
 
 def test_every_rank_of_a_seal_has_its_aligned_part(tmp_path: Path) -> None:
-    directory = StateDirectory(tmp_path)
+    directory = state_directory(tmp_path)
     path = directory.seal(KEY, 3)
     contents = [b"first" * 1000, b"", b"third"]
     sections = [Section(len(c), [], digest_of(memoryview(c))) for c in contents]
@@ -172,7 +173,7 @@ def test_every_rank_of_a_seal_has_its_aligned_part(tmp_path: Path) -> None:
 
 
 def test_file_appears_whole_and_replaces_the_one_before(tmp_path: Path) -> None:
-    directory = StateDirectory(tmp_path / "not yet made")
+    directory = state_directory(tmp_path / "not yet made")
     path = directory.seal(KEY, 3)
     for content in (b"first" * 1000, b"second"):
         directory.write(path, header(content), [memoryview(content)])
@@ -184,7 +185,7 @@ def test_file_appears_whole_and_replaces_the_one_before(tmp_path: Path) -> None:
 
 
 def test_memory_that_is_not_what_its_digest_says_is_never_put_in_place(tmp_path: Path) -> None:
-    directory = StateDirectory(tmp_path)
+    directory = state_directory(tmp_path)
     path = directory.seal(KEY, 3)
     directory.write(path, header(b"good"), [memoryview(b"good")])
     with pytest.raises(ResourceError, match="DATA_LOSS"):
@@ -194,7 +195,7 @@ def test_memory_that_is_not_what_its_digest_says_is_never_put_in_place(tmp_path:
 
 
 def test_file_cut_short_is_data_loss(tmp_path: Path) -> None:
-    directory = StateDirectory(tmp_path)
+    directory = state_directory(tmp_path)
     path = directory.seal(KEY, 3)
     content = b"x" * 10_000
     directory.write(path, header(content), [memoryview(content)])
@@ -214,7 +215,7 @@ def _read(directory: StateDirectory, path: Path, num_bytes: int) -> None:
 def test_scan_finds_what_is_whole_and_clears_what_a_crash_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    directory = StateDirectory(tmp_path)
+    directory = state_directory(tmp_path)
     path = directory.seal(KEY, 3)
     directory.write(path, header(b"x"), [memoryview(b"x")])
     bad = directory.seal(KEY, 5)
@@ -237,7 +238,7 @@ def test_what_is_no_file_but_has_the_name_of_one_is_left_alone_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever somebody has put there: the node starts with what is its own."""
-    directory = StateDirectory(tmp_path)
+    directory = state_directory(tmp_path)
     path = directory.seal(KEY, 3)
     directory.write(path, header(b"x"), [memoryview(b"x")])
     copies = directory.host_copy(1).parent
@@ -267,7 +268,7 @@ def test_what_is_no_file_but_has_the_name_of_one_is_left_alone_and_named(
 
 
 def test_names_that_are_no_plain_file_names_are_refused(tmp_path: Path) -> None:
-    directory = StateDirectory(tmp_path)
+    directory = state_directory(tmp_path)
     for name in ("..", "a/b", "", ".", "x" * 65, "a\0b"):
         with pytest.raises(CallerError, match="not a valid name"):
             directory.seal(DeploymentKey("acme", name, "policy"), 1)
@@ -277,7 +278,7 @@ def test_names_that_are_no_plain_file_names_are_refused(tmp_path: Path) -> None:
 
 def test_unwritable_directory_is_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "acme").write_text("a file where a directory belongs")
-    directory = StateDirectory(tmp_path)
+    directory = state_directory(tmp_path)
     with pytest.raises(ResourceError) as caught:
         directory.write(directory.seal(KEY, 1), header(b"x"), [memoryview(b"x")])
     assert caught.value.info.code is Code.UNAVAILABLE

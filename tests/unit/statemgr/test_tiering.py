@@ -29,6 +29,7 @@ from phaseloom.statemgr.records.stateheader import SectionRef, StateHeader
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.tiering.tiering import Tiering
 from tests.support.nodeparts import node_on, parts_on
+from tests.support.statefiles import PREFERRED
 from tests.support.threads import FirstIsLate
 
 PAGE = 4096
@@ -42,7 +43,7 @@ class GatedDirectory(StateDirectory):
     """A disk that is as slow as a test wants: each move waits at its gate, or for its cancel."""
 
     def __init__(self, root: Path) -> None:
-        super().__init__(root)
+        super().__init__(root, PREFERRED)
         self.gate = threading.Event()
         self.gate.set()
         self.at_gate = threading.Semaphore(0)

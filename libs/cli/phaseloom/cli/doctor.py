@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -243,7 +244,7 @@ def _disk(runs: Path) -> Iterator[Finding]:
     existing = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
     yield check_disk(shutil.disk_usage(existing).free, existing)
     yield check_fsync(_fsync_s(existing))
-    yield _nvme(existing)
+    yield _nvme(existing, _disk_method())
 
 
 def check_disk(free_bytes: int, directory: Path) -> Finding:
@@ -277,9 +278,18 @@ def check_fsync(fsync_s: float) -> Finding:
     return Finding("fsync", Verdict.OK, result)
 
 
-def _nvme(directory: Path) -> Finding:
+def _disk_method() -> str:
+    """The method of disk I/O that the nodes of this machine are told to use."""
+    method = os.environ.get("PHASELOOM_STATEMGR_DISK_METHOD", "")
+    if not method and (file := os.environ.get(config.FILE_VARIABLE)):
+        table = tomllib.loads(Path(file).read_text()).get("statemgr", {})
+        method = str(table.get("disk_method", ""))
+    return method or str(DiskMethod.DIRECT)
+
+
+def _nvme(directory: Path, method: str) -> Finding:
     """Run the state manager's disk probe on a directory, in a separate process."""
-    command = [sys.executable, "-m", "phaseloom.statemgr.disk.disk", str(directory)]
+    command = [sys.executable, "-m", "phaseloom.statemgr.disk.disk", str(directory), method]
     probed = subprocess.run(command, capture_output=True, text=True, check=False)
     if probed.returncode:
         remedy = "reinstall phaseloom: its state manager cannot start"
@@ -410,9 +420,10 @@ def _joined(names: Collection[str]) -> str:
 
 def check_kvikio(is_installed: bool, *, has_gpu: bool) -> Finding:
     if is_installed:
-        return Finding("kvikio", Verdict.OK, "installed")
+        use = 'statemgr.disk_method = "kvikio" uses it'
+        return Finding("kvikio", Verdict.OK, f"installed; {use}")
     if has_gpu:
-        remedy = "pip install 'phaseloom[gds]': the GPU check then also tests GPUDirect Storage"
+        remedy = "pip install 'phaseloom[gds]': the GPU check then compares it with direct I/O"
         return Finding("kvikio", Verdict.WARNING, "not installed", remedy)
     return Finding("kvikio", Verdict.OK, "not installed; matters only with a GPU")
 

@@ -18,6 +18,7 @@ import msgspec
 
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.state_agent import DiskMethod
 from phaseloom.common.contract.state_rank import StateMessage
 from phaseloom.common.contract.tenantlimits import TenantLimits, check_tenant_limits
 from phaseloom.common.observability import metrics
@@ -92,6 +93,9 @@ class StateManagerConfig(msgspec.Struct, frozen=True):
     checkpoint_file_bytes: int = 5_000_000_000
     """The largest size of a checkpoint's files in bytes; a tensor that alone is larger has a larger
     file."""
+    disk_method: DiskMethod = DiskMethod.DIRECT
+    """How state files are written and read: `kvikio`, `direct` or `buffered`. If a test at start
+    fails, the next simpler method is used, and the log and `phaseloom doctor` say why."""
     nvme_bytes: int | None = None
     """The budget of host copies on NVMe in bytes. 0: host copies stay in memory; None: as much as
     the disk takes. Seals and versions are not counted."""
@@ -171,7 +175,7 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
 async def _serve(config: StateManagerConfig, stop: asyncio.Event) -> None:
     identity = Identity.load(config.certificates)
     home = Home(identity, "", config.site, config.peer_timeout_s)
-    directory = await asyncio.to_thread(StateDirectory, Path(config.directory))
+    directory = await asyncio.to_thread(StateDirectory, Path(config.directory), config.disk_method)
     log.info(
         "%s uses %s I/O: %s",
         *(config.directory, directory.disk.path.method, directory.disk.path.why),

@@ -264,8 +264,10 @@ class VersionState(msgspec.Struct, frozen=True):
 
 
 class DiskMethod(StrEnum):
-    """How bytes move between host memory and a disk."""
+    """How bytes move between memory and a disk."""
 
+    KVIKIO = "kvikio"
+    """NVIDIA's library, which also moves device memory (GPUDirect Storage)."""
     DIRECT = "direct"
     """Direct I/O, which bypasses the page cache."""
     BUFFERED = "buffered"

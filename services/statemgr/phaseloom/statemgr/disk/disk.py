@@ -4,12 +4,15 @@ Several blocks of a file move at a time, each with its checksum. Some threads on
 that the disk always has its next block, while others take checksums. Neither hold the GIL.
 Blocking: call it in a thread.
 
-Aligned memory moves directly between its pages and the disk. Two kinds of bytes go through the page
-cache: the last bytes of a file, which do not fill a page, and bytes that the kernel refuses to move
-directly (EINVAL). Direct and cached bytes never share a page, because blocks begin at multiples of
-the alignment. A test write and read on the disk decides which method is used.
+There are three methods (`DiskMethod`). A test write and read on the disk decides: the preferred
+method is used if its bytes come back, otherwise the next simpler one.
 
-`python -m phaseloom.statemgr.disk.disk DIRECTORY` prints the working method as JSON.
+With direct I/O, aligned memory moves directly between its pages and the disk. Two kinds of bytes
+go through the page cache: the last bytes of a file, which do not fill a page, and bytes that the
+kernel refuses to move directly (EINVAL). Direct and cached bytes never share a page, because blocks
+begin at multiples of the alignment. kvikio divides blocks in the same way.
+
+`python -m phaseloom.statemgr.disk.disk DIRECTORY [METHOD]` prints the working method as JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import sys
@@ -26,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -40,6 +44,8 @@ from phaseloom.statemgr.records.stateheader import SectionRef, StateHeader
 S = TypeVar("S")
 T = TypeVar("T")
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The errors of a disk that takes no more."""
 PAGE_BYTES = 4096
 """Alignment of memory and offsets. No disk needs more."""
 PROBE_PREFIX = ".probe-"
@@ -149,40 +155,123 @@ class DirectFile(BlockFile):
         return done
 
 
-def probe(directory: Path) -> DiskPath:
-    """Find the fastest method that works in a directory. Raises nothing: if the directory is not
-    writable, each later write fails by itself."""
+class KvikioFile(BlockFile):
+    """A file that NVIDIA's kvikio moves, past the page cache where it can.
+
+    kvikio needs `libcuda.so.1` even for host memory. It reports every failure as a RuntimeError,
+    a full disk too.
+    """
+
+    def __init__(self, path: Path, *, writable: bool, num_bytes: int = 0) -> None:
+        super().__init__(path, writable=writable, num_bytes=num_bytes)
+        try:
+            with self._as_os_errors():
+                self._handle = _kvikio().CuFile(path, "r+" if writable else "r")
+        except OSError:
+            super().close()
+            raise
+
+    def write(self, block: memoryview, offset: int) -> None:
+        with self._as_os_errors():
+            self._handle.write(block, len(block), offset)
+
+    def read(self, block: memoryview, offset: int) -> int:
+        # kvikio fails at the end of the file, whatever it has read before it.
+        num_bytes = min(len(block), max(os.fstat(self._fd).st_size - offset, 0))
+        with self._as_os_errors():
+            return self._handle.read(block, num_bytes, offset) if num_bytes else 0
+
+    def close(self) -> None:
+        self._handle.close()
+        super().close()
+
+    @contextmanager
+    def _as_os_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error)
+            number = next((full for full in FULL if os.strerror(full) in text), errno.EIO)
+            raise OSError(number, text) from error
+
+
+@functools.cache
+def _kvikio() -> Any:
+    """kvikio, set to move as many whole blocks at a time as this module does.
+
+    Raises: ImportError: it is not installed. RuntimeError: it cannot start.
+    """
+    import kvikio
+    import kvikio.defaults
+
+    kvikio.defaults.set(
+        {
+            "num_threads": DEPTH,
+            "task_size": BLOCK_BYTES,
+            "auto_direct_io_read": True,
+            "auto_direct_io_write": True,
+        }
+    )
+    return kvikio
+
+
+_FILES = {
+    DiskMethod.KVIKIO: KvikioFile,
+    DiskMethod.DIRECT: DirectFile,
+    DiskMethod.BUFFERED: BlockFile,
+}
+"""The methods, each before those that are simpler."""
+
+
+def probe(directory: Path, preferred: DiskMethod = DiskMethod.DIRECT) -> DiskPath:
+    """Find the method for a directory: the preferred one, or the next simpler one that works.
+
+    Raises nothing: if the directory is not writable, each later write fails by itself.
+    """
+    reasons = []
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory, prefix=PROBE_PREFIX) as scratch:
-            why_not_direct = _why_not_direct(Path(scratch) / "direct")
+            for method in list(_FILES)[list(_FILES).index(preferred) : -1]:
+                why_not = _why_not(method, Path(scratch) / method)
+                if not why_not:
+                    reasons.append(f"a round trip by {method} came back")
+                    return DiskPath(method, PAGE_BYTES, "; ".join(reasons))
+                reasons.append(f"{method}: {why_not}")
     except OSError as error:
-        reason = f"nothing can be written in {directory}: {error.strerror}"
-        return DiskPath(DiskMethod.BUFFERED, 1, reason)
-    if why_not_direct:
-        return DiskPath(DiskMethod.BUFFERED, 1, f"direct I/O: {why_not_direct}")
-    return DiskPath(DiskMethod.DIRECT, PAGE_BYTES, "a direct round trip came back")
+        reasons = [f"nothing can be written in {directory}: {error.strerror}"]
+    return DiskPath(DiskMethod.BUFFERED, 1, "; ".join(reasons) or "buffered I/O is preferred")
 
 
-def _why_not_direct(path: Path) -> str:
-    """The reason why direct I/O does not work here; empty: a page written directly came back."""
+def _why_not(method: DiskMethod, path: Path) -> str:
+    """The reason why a method does not work here; empty: what it wrote came back."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
-        try:
-            with mmap.mmap(-1, PAGE_BYTES) as memory:
-                os.pwrite(fd, memory, PAGE_BYTES)
-        finally:
-            os.close(fd)
+        if method is DiskMethod.DIRECT:
+            _write_page_directly(path)
+        opened = _FILES[method]
         written, read = (memoryview(mmap.mmap(-1, _PROBE_BYTES)) for _ in range(2))
         written[:] = os.urandom(_PROBE_BYTES)
-        with contextlib.closing(DirectFile(path, writable=True, num_bytes=_PROBE_BYTES)) as file:
+        with contextlib.closing(opened(path, writable=True, num_bytes=_PROBE_BYTES)) as file:
             file.write(written, 0)
             file.finish(_PROBE_BYTES)
-        with contextlib.closing(DirectFile(path, writable=False)) as file:
+        with contextlib.closing(opened(path, writable=False)) as file:
             came_back = file.read(read, 0) == _PROBE_BYTES and read == written
         return "" if came_back else "it lost bytes"
+    except ImportError as error:
+        return f"it is not installed ({error}): pip install 'phaseloom[gds]'"
     except OSError as error:
         return error.strerror or repr(error)
+
+
+def _write_page_directly(path: Path) -> None:
+    """Write a page past the page cache, which `DirectFile` would use instead. Raises: OSError: the
+    kernel refuses."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+    try:
+        with mmap.mmap(-1, PAGE_BYTES) as memory:
+            os.pwrite(fd, memory, PAGE_BYTES)
+    finally:
+        os.close(fd)
 
 
 class Writable(Protocol):
@@ -207,11 +296,11 @@ class Cancelled(ResourceError):
 
 
 class Disk:
-    """The disk of a directory. Opens files in the fastest way that works there."""
+    """The disk of a directory. Opens files by the method that `probe` finds."""
 
-    def __init__(self, directory: Path) -> None:
-        self.path: DiskPath = probe(directory)
-        self._open = DirectFile if self.path.method is DiskMethod.DIRECT else BlockFile
+    def __init__(self, directory: Path, preferred: DiskMethod = DiskMethod.DIRECT) -> None:
+        self.path: DiskPath = probe(directory, preferred)
+        self._open = _FILES[self.path.method]
 
     def create(self, path: Path, num_bytes: int) -> BlockFile:
         """Create an empty file with space for `num_bytes`. Raises: OSError: the disk is full."""
@@ -358,7 +447,8 @@ def threads(number: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def main() -> None:
-    print(msgspec.json.encode(probe(Path(sys.argv[1]))).decode())
+    directory, *preferred = sys.argv[1:]
+    print(msgspec.json.encode(probe(Path(directory), *map(DiskMethod, preferred))).decode())
 
 
 if __name__ == "__main__":

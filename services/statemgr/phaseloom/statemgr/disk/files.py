@@ -9,7 +9,6 @@ not at all. A crash may leave a half-written `.partial`, which the next start re
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import re
@@ -21,8 +20,10 @@ from pathlib import Path
 
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_key
+from phaseloom.common.contract.state_agent import DiskMethod
 from phaseloom.common.tensors.versionparts import check_part
 from phaseloom.statemgr.disk.disk import (
+    FULL,
     PROBE_PREFIX,
     BlockFile,
     Disk,
@@ -38,7 +39,6 @@ log = logging.getLogger(__name__)
 _NAME = re.compile(r"(seal|version)-([1-9][0-9]{0,17})(-[0-9]+of[0-9]+)?\.state\Z")
 _COPIES = ".copies"
 """Directory of demoted host copies; no tenant can have this name."""
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NEVER = threading.Event()
 """For a move that nobody cancels: this event is never set."""
 
@@ -46,9 +46,9 @@ NEVER = threading.Event()
 class StateDirectory:
     """Names files safely under one root, and reads and writes them."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, preferred: DiskMethod = DiskMethod.DIRECT) -> None:
         self._root = root
-        self.disk = Disk(root)
+        self.disk = Disk(root, preferred)
 
     def seal(self, key: DeploymentKey, seq: int) -> Path:
         return self._path("seal", key, seq)
@@ -256,7 +256,7 @@ def writing(
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        is_full = error.errno in _FULL
+        is_full = error.errno in FULL
         path = f"{error.filename}: " if error.filename else ""
         raise ResourceError(
             f"{label} cannot be written: {path}{reason}",
