@@ -54,9 +54,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             setattr(test, _SETTINGS, hypothesis.settings(own, max_examples=wanted))
 
 
+def pytest_collection() -> None:
+    """Imports create no garbage, and searching for it takes time."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Have no garbage collection look at all that is imported by now: that takes a quarter of a
     second each time, and each backend that is built collects."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

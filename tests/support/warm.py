@@ -52,6 +52,8 @@ _TORCH, _OURS, _SDK = "torch", "ours", "sdk"
 """What a warm process has imported; its socket's name begins with it."""
 _ODD = "odd"
 """How the name ends of one that nodes of odd numbers are forked from: its string hashes differ."""
+_RANK = ("phaseloom.worker.rank.process", "phaseloom.worker.backends.noop")
+"""What ranks without torch import."""
 _SERVICES = ("scheduler", "router", "profiler", "statemgr", "worker", "gateway", "console")
 
 
@@ -196,11 +198,8 @@ def _import(name: str) -> None:
         preload([name for name in BACKENDS if not missing_modules(name)])
         return
     services = [f"phaseloom.{service}.main" for service in _SERVICES]
-    for module in ["tinker"] if name.startswith(_SDK) else services:
+    for module in ["tinker"] if name.startswith(_SDK) else [*services, *_RANK]:
         importlib.import_module(module)
-        if module in services:
-            # It is run as a program later, and Python warns where such a module is there already.
-            del sys.modules[module]
     gc.collect()
     gc.freeze()
 
@@ -273,6 +272,8 @@ def _run(
         if words[0].endswith(".py"):
             runpy.run_path(words[0], run_name="__main__")
         else:
+            # Python warns if a module is there already that is run as a program.
+            sys.modules.pop(words[0], None)
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as ended:

@@ -16,10 +16,16 @@ if sys.prefix in _environments:
     if (
         _program.startswith("tests.unit.worker.backends.")
         or _program == "phaseloom.worker.measuring"
-        # A node that preloads nothing has nothing to gain.
         or (_program == "phaseloom.worker.agent.forkserver" and _words[_at + 1 :])
     ):
         _imported = f"torch{_place}"
+    elif (
+        _program == "phaseloom.worker.agent.forkserver"
+        and "PHASELOOM_WORKER_NODE" in os.environ
+        and _place == 0
+    ):
+        # A node whose ranks need no torch.
+        _imported = "ours0"
     elif _program.endswith(".main") and _program.split(".")[1:-1] in (
         ["scheduler"],
         ["router"],
