@@ -4,7 +4,9 @@ that nobody reads from them."""
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -27,7 +29,8 @@ from phaseloom.common.transport.bus import Bus
 from tests.support.directories import short_directory
 from tests.support.jobs import running_mesh, tenant
 from tests.support.processes import free_port
-from tests.support.warm import signal_programs
+from tests.support.refusing import refuse
+from tests.support.warm import program_pid, signal_programs
 
 pytestmark = [pytest.mark.usefixtures("noop_nodes"), pytest.mark.timeout(240)]
 TENANTS = {"demo": "train", "other": "rollout"}
@@ -38,6 +41,7 @@ another one. The remainder is for a busy machine."""
 NUM_CALLS = 40
 """Calls of each tenant while a replica hangs. Half of them would reach it."""
 NUM_SPINNERS = 8
+PIDFD_GETFD = 438
 BUSY_S = 6.0
 
 
@@ -66,12 +70,20 @@ class Notices:
     async def until(self, what: str, subject: str) -> list[str]:
         """Wait for a notice. Returns: what the notices about this subject say, in order."""
         whats: list[str] = []
-        async with asyncio.timeout(60):
-            while not whats or whats[-1] != what:
-                notice = await self._received.get()
-                if notice.subject == subject:
-                    whats.append(notice.what)
+        while not whats or whats[-1] != what:
+            whats.append((await self._next(subject)).what)
         return whats
+
+    async def until_notice(self, what: str, subject: str) -> Notice:
+        while (notice := await self._next(subject)).what != what:
+            pass
+        return notice
+
+    async def _next(self, subject: str) -> Notice:
+        async with asyncio.timeout(60):
+            while (notice := await self._received.get()).subject != subject:
+                pass
+        return notice
 
     def remaining(self) -> list[Notice]:
         return [self._received.get_nowait() for _ in range(self._received.qsize())]
@@ -238,6 +250,57 @@ async def test_pause_of_the_whole_mesh_replaces_nothing(
         # Agents are missing here: they end because they lost their leases.
         assert [mesh.pids(service) for service in services] == pids
     assert "hangs" not in caplog.text
+
+
+async def test_process_that_is_short_of_files_is_reported_and_recovers(tmp_path: Path) -> None:
+    async with (
+        running_mesh(MeshConfig(), tmp_path) as (mesh, _),
+        Notices.of(mesh) as notices,
+        tenant(mesh) as demo,
+    ):
+        step = step_of((await demo.submit_job("j", [spec("train")])).deployment("policy"))
+        await step()
+        for service in ("worker-train-0", "statemgr-train-0"):
+            pids = mesh.pids(service)
+            programs = [program_pid(pid) for pid in pids]
+            limits = [resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in programs]
+            for pid, (_, hard) in zip(programs, limits, strict=True):
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))
+            short = await notices.until_notice("short", service)
+            assert "open files" in short.reason
+            assert "ulimit -n" in short.reason
+            for pid, limit in zip(programs, limits, strict=True):
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, limit)
+            await notices.until_notice("no longer short", service)
+            await step()
+            assert mesh.pids(service) == pids
+
+
+async def replace_hung_replicas(directory: Path) -> None:
+    """Let a router and a gateway hang where nobody may close their connections."""
+    refuse(PIDFD_GETFD)
+    config = MeshConfig(gateway_port=free_port(), gateways=2, replace_hung_s=100.0, fsync=False)
+    async with Mesh(config, directory) as mesh, Notices.of(mesh) as notices:
+        await mesh.ready(60)
+        key = api_key(mesh.credentials.tenants["demo"])
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{config.gateway_port}") as http:
+            for hung in ("router-0", "gateway-0"):
+                before = mesh.pids(hung)
+                signal_programs(before, signal.SIGSTOP)
+                events = await notices.until("restarted", hung)
+                assert events == ["hung", "replaced", "restarted"]
+                assert mesh.pids(hung) != before
+                await capabilities(http, key)()
+
+
+def test_replica_that_cannot_leave_the_rotation_is_replaced_at_once() -> None:
+    """In a process of its own, because what is refused stays refused."""
+    with short_directory() as directory:
+        call = f"asyncio.run(test.replace_hung_replicas(Path({str(directory)!r})))"
+        code = f"import asyncio, tests.integration.{Path(__file__).stem} as test; "
+        code += f"from pathlib import Path; {call}"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr.decode()
 
 
 async def test_hung_gateway_gets_no_calls_until_it_wakes() -> None:

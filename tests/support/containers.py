@@ -32,8 +32,11 @@ def services() -> set[str]:
 
 def image_command(service: str) -> list[str]:
     """Return what the image of a service runs, with this Python."""
-    assert json.loads(instruction("CMD")) == ["sh", "-c", "exec python -m phaseloom.$SERVICE.main"]
-    return [sys.executable, "-m", f"phaseloom.{service}.main"]
+    shell, option, script = json.loads(instruction("CMD"))
+    assert (shell, option) == ("sh", "-c")
+    execute, _, *arguments = script.replace("$SERVICE", service).split()
+    assert execute == "exec"
+    return [sys.executable, *arguments]
 
 
 def image_environment() -> dict[str, str]:

@@ -121,3 +121,23 @@ def test_closing_connections_spares_listeners() -> None:
         process.send_signal(signal.SIGCONT)
         with socket.create_connection(("127.0.0.1", port)):
             assert process.stdout.readline() == b"accepted\n"
+
+
+SHORT_ONCE = """
+import asyncio
+from phaseloom.common.contract.errors import unexpected_error
+from phaseloom.common.process.heartbeat import beat
+unexpected_error(MemoryError("16 MiB"))
+asyncio.run(beat())
+"""
+
+
+def test_shortage_is_in_the_heartbeats_until_nothing_has_failed_for_a_while(pulse: Pulse) -> None:
+    with python(SHORT_ONCE, pulse):
+        while not pulse.status:
+            pulse.tick(0.0)
+            time.sleep(TICK_S)
+        assert pulse.status.startswith("MemoryError: 16 MiB; to fix: free memory")
+        while pulse.status:
+            pulse.tick(0.0)
+            time.sleep(TICK_S)

@@ -19,6 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from phaseloom.common.process.heartbeat import STATUS
+
 TICK_S = 0.25
 """How often to check each service."""
 HUNG_AFTER_S = 2.0
@@ -33,7 +35,7 @@ _STOPPED = "T"
 _RUNNABLE = "R"
 _SYS_PIDFD_GETFD = 438
 _CREDENTIALS = struct.Struct("iII")
-_MESSAGE_BYTES = 64
+_MESSAGE_BYTES = 512
 
 
 class Silence:
@@ -85,6 +87,8 @@ class Pulse:
     def __init__(self) -> None:
         self.silence = Silence()
         """Silence of the process that sends heartbeats. It is known once the first one arrives."""
+        self.status = ""
+        """What the service is short of, and how to fix it; empty: nothing."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -100,6 +104,7 @@ class Pulse:
         self._receive()
         self.silence.end()
         self.silence.pid = 0
+        self.status = ""
 
     def tick(self, elapsed_s: float) -> None:
         """Receive heartbeats, or count the silence. Args: elapsed_s: since the last tick."""
@@ -113,12 +118,13 @@ class Pulse:
         has_beat = False
         with suppress(OSError):  # none is left, or the service is stopping
             while True:
-                _, credentials, _, _ = self._socket.recvmsg(
+                message, credentials, _, _ = self._socket.recvmsg(
                     _MESSAGE_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size)
                 )
                 pid, user, _ = _CREDENTIALS.unpack(credentials[0][2])
                 if user == os.getuid():  # any user of the machine can send to this socket
                     self.silence.pid, has_beat = pid, True
+                    self.status = message.partition(STATUS)[2].decode(errors="replace")
         return has_beat
 
 

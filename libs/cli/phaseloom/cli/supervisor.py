@@ -322,8 +322,11 @@ class Mesh:
             elapsed_s, last_s = time.monotonic() - last_s, time.monotonic()
             children = [child for child in self._children if not child.is_stopping]
             before_s = [child.pulse.silence.seconds for child in children]
+            shortages = [child.pulse.status for child in children]
             for child in children:
                 child.pulse.tick(elapsed_s)
+            for child, shortage in zip(children, shortages, strict=True):
+                await self._report_shortage(child, shortage)
             silences = [c.pulse.silence for c in children if c.pulse.silence.pid]
             # Nothing hangs if the whole mesh is silent, for example during `phaseloom backup`.
             self._is_paused = all(silence.seconds >= UNMEASURED_S for silence in silences)
@@ -331,6 +334,14 @@ class Mesh:
                 if self._is_paused:
                     child.pulse.silence.hold(child_before_s)
                 await self._handle_silence(child, child_before_s)
+
+    async def _report_shortage(self, child: Child, before: str) -> None:
+        """Report that a service has begun or ceased to be short of something."""
+        if bool(before) == bool(child.pulse.status):
+            return
+        event = "no longer short" if before else "short"
+        log.warning("%s is %s: %s", child.spec.name, event, before or child.pulse.status)
+        await self._notice(event, before or child.pulse.status, child.spec.name)
 
     async def _handle_silence(self, child: Child, before_s: float) -> None:
         name, silent_s = child.spec.name, child.pulse.silence.seconds
@@ -341,17 +352,17 @@ class Mesh:
                 await self._notice("resumed", f"it had been silent for {before_s:.1f} s", name)
             return
         if before_s < HUNG_AFTER_S:
-            reason = (
-                f"silent for {silent_s:.1f} s although it could run; it is replaced after "
-                f"{limit_s:g} s unless it resumes"
-            )
-            log.warning("%s hangs: %s", name, reason)
+            reason = f"silent for {silent_s:.1f} s although it could run; it is replaced "
+            after = f"after {limit_s:g} s unless it resumes"
             if self._has_replica(child):
                 try:
                     await asyncio.to_thread(close_connections, child.pulse.silence.pid)
                 except OSError as error:
-                    log.warning("%s stays in the rotation: %s", name, error)
-            await self._notice("hung", reason, name)
+                    # Only its end takes it out of the rotation.
+                    after = f"now, because its connections cannot be closed: {error.strerror}"
+                    limit_s = silent_s
+            log.warning("%s hangs: %s%s", name, reason, after)
+            await self._notice("hung", reason + after, name)
         if silent_s >= limit_s:
             log.warning("replacing %s: it hangs", name)
             child.pulse.restart()  # replace it once

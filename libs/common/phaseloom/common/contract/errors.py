@@ -11,6 +11,7 @@ On the bus an error is an `ErrorInfo`; `to_exception` and `PhaseloomError.info` 
 from __future__ import annotations
 
 import errno
+from collections import deque
 from collections.abc import Mapping
 from enum import StrEnum
 
@@ -124,6 +125,10 @@ _SHORTAGES = {
 """Remedies for errors of the operating system that report a shortage, by number."""
 
 
+shortages: deque[ErrorInfo] = deque(maxlen=1)
+"""The newest shortage that `unexpected_error` has seen. The heartbeat takes and reports it."""
+
+
 def unexpected_error(error: BaseException) -> ErrorInfo:
     """Wrap an unexpected exception as an error.
 
@@ -135,7 +140,9 @@ def unexpected_error(error: BaseException) -> ErrorInfo:
         shortage = _NO_MEMORY
     if shortage:
         text = _shortened(f"{type(error).__name__}: {error}")
-        return ErrorInfo(Code.RESOURCE_EXHAUSTED, text, remedy=shortage)
+        info = ErrorInfo(Code.RESOURCE_EXHAUSTED, text, remedy=shortage)
+        shortages.append(info)
+        return info
     return ErrorInfo(Code.INTERNAL, _shortened(f"{type(error).__name__}: {error}"))
 
 
