@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,6 +116,49 @@ async def test_weights_stay_when_the_version_is_dropped_and_the_daemon_killed(
         await d.agent.switch_out(SAMPLER, 1, 2)
         await d.relaunch()  # while it is not
         assert await visit(d, sampler, SAMPLER, 3) == held
+
+
+@pytest.mark.parametrize("moment", ["hold", "offload", "seal", "load"])
+async def test_weights_stay_when_the_daemon_dies_in(moment: str, short_dir: Path) -> None:
+    async with daemon(short_dir, devices=[2 * SAMPLER_SIZE]) as d:
+        sampler, policy = await started_sampler(d), await started_policy(d)
+        loop, dead = asyncio.get_running_loop(), asyncio.Event()
+
+        def die() -> None:
+            sampler.on_copy = sampler.on_loaded = lambda: None
+            os.kill(d.pid, signal.SIGKILL)
+            loop.call_soon_threadsafe(dead.set)
+
+        async def survived(name: str, work: Coroutine[Any, Any, Any]) -> None:
+            """Do the work. At its moment the daemon dies in it, and the next one completes it."""
+            doing = asyncio.ensure_future(work)
+            if name == moment:
+                await dead.wait()
+                await d.relaunch()
+            await doing
+
+        policy.run(2)
+        version = VersionKey(POLICY, 2)
+        await policy.client.versions.create(version, policy.slots)
+        await load_version(sampler.client, version, [], sampler.slots)
+        if moment == "hold":
+            die()
+        await survived("hold", sampler.client.versions.hold(version, 2))
+        sampler.seq, held = 2, sampler.digest()
+        if moment == "offload":
+            sampler.on_copy = die
+        await survived("offload", d.agent.switch_out(SAMPLER, 1, 2))
+        assert sampler.heap.resident_bytes() == 0
+        if moment == "seal":
+            sampler.on_copy = die
+            await survived("seal", d.agent.prepare_seal(SAMPLER, 1, 2))
+            await d.agent.write_seal(SAMPLER, 1, 2, [])
+        if moment == "load":
+            sampler.on_loaded = die
+        await survived("load", d.agent.switch_in(SAMPLER, 1, 3, []))
+        assert sampler.digest() == held
+        await d.agent.switch_out(SAMPLER, 1, 3)
+        assert await visit(d, sampler, SAMPLER, 4) == held
 
 
 @pytest.mark.parametrize("is_dropped", [True, False])

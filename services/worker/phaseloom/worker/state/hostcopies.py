@@ -167,7 +167,13 @@ class HeapCopier:
     ) -> Copied:
         """Write the weights of a version to memory in the layout of the heap."""
         started = time.monotonic()
-        staged = Mapping(fds.pop(), heap.num_bytes, writable=True)
+        source_fd, staged_fd = fds
+        try:
+            source = self._mapped([source_fd])[: version.num_bytes]
+        except BaseException:
+            close_fds([staged_fd])
+            raise
+        staged = Mapping(staged_fd, heap.num_bytes, writable=True)
         try:
             staged.make_huge()
             for start, end in gaps(self.slots, heap.num_bytes):
@@ -175,13 +181,11 @@ class HeapCopier:
             for start, content in self._gaps:
                 staged.buffer[start : start + len(content)] = content
             runs = self.runs_of(version.tensors)
-            source = self._mapped(fds)[: version.num_bytes]
             _check_digest(place_rows(source, staged.buffer, runs), expected)
             num_resident = devicememory.resident_bytes(heap)
             digest = digest_in_threads(staged.buffer)
             return Copied(digest, self.applied(), num_resident, time.monotonic() - started)
         finally:
-            close_fds(fds)
             staged.close()
 
     def _paired_runs(self, tensors: bytes) -> Runs:
