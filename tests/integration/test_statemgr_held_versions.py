@@ -153,6 +153,7 @@ async def test_weights_stay_when_the_daemon_dies_in(moment: str, short_dir: Path
             sampler.on_copy = die
             await survived("seal", d.agent.prepare_seal(SAMPLER, 1, 2))
             await d.agent.write_seal(SAMPLER, 1, 2, [])
+            await d.relaunch()  # the seal's copy is the host copy now
         if moment == "load":
             sampler.on_loaded = die
         await survived("load", d.agent.switch_in(SAMPLER, 1, 3, []))

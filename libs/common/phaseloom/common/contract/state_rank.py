@@ -486,6 +486,8 @@ class StageState(Message, frozen=True):
     version: VersionLayout | None = None
     """Copy from the host copy instead, whose memfd is attached first, with this digest, and which
     has this layout. Answer: Copied with the buffer's digest, or DATA_LOSS."""
+    becomes_copy: bool = False
+    """Whether the buffer becomes the host copy."""
 
 
 class LoadStaged(Message, frozen=True):

@@ -193,12 +193,12 @@ class FrozenCopies:
         Raises: ResourceError: no host memory; DATA_LOSS; the rank is lost.
         """
         if rank.has_other_layout:
-            await self._to_new_copy(rank, partial(self.write_copy, rank))
+            await self._to_new_copy(rank, partial(self.write_copy, rank, becomes_copy=True))
 
-    async def write_copy(self, rank: Rank, fd: int) -> Copied:
+    async def write_copy(self, rank: Rank, fd: int, *, becomes_copy: bool = False) -> Copied:
         """Have a rank write its host copy, which has another layout, to memory in the layout of its
         heap. The heap is not used."""
-        order = StageState(rank.digest, layout_of(rank))
+        order = StageState(rank.digest, layout_of(rank), becomes_copy)
         return await self.ranks.order(rank, order, [*self.source_of(rank), fd])
 
 

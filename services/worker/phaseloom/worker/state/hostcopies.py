@@ -138,7 +138,10 @@ class HeapCopier:
             raise InternalError(f"expected {expected} extents for a copy, got {len(fds)}")
         started = time.monotonic()
         if isinstance(order, StageState) and order.version is not None:
-            return self._rearrange(heap, order.digest, order.version, fds)
+            copied = self._rearrange(heap, order.digest, order.version, fds)
+            if order.becomes_copy:
+                self.copied = (copied.applied, copied.digest)
+            return copied
         staged = Mapping(fds[0], extent_bytes(heap.num_bytes, self.host_bytes), writable=True)
         try:
             digest = ""
