@@ -19,8 +19,8 @@ COOKBOOK_VENV := .venv-cookbook
 TRL_VENV := .venv-trl
 REASONING_GYM := reasoning-gym>=0.1.25,<0.2
 
-SCENARIOS := plexrl-fig8 plexrl-hrrs weave-fig15 weave-table5 weave-drift weave-punctual weave-failure weave-micro weave-tails \
-	weave-space weave-company wrong-table philly llmd-replay $(addprefix jigsaw-fig,12 13 14 15 16 17 19 20)
+SCENARIOS := plexrl-fig7b plexrl-fig8 plexrl-hrrs plexrl-relaxation weave-fig14 weave-fig15 weave-rivals weave-table5 weave-drift weave-punctual weave-failure weave-micro weave-tails \
+	weave-space weave-company wrong-table philly llmd-replay $(addprefix jigsaw-fig,12 13 14 15 16 17 18 19 20)
 
 # Which tests `make test-SUBJECT` runs; each test file is in one of these.
 ON := tests/integration/test_

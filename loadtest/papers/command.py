@@ -8,7 +8,7 @@ from typing import Literal
 from rich.console import Console
 
 from loadtest.papers.scenarios import SCENARIOS
-from loadtest.papers.scenarios.report import targets_table
+from loadtest.papers.scenarios.report import published_table, targets_table
 from loadtest.papers.scenarios.scenario import Bound, Options
 from phaseloom.cli.simulate import run_and_show
 from phaseloom.common.contract.errors import CallerError
@@ -23,7 +23,7 @@ def simulate(
     virtual_cluster: tuple[str, ...] = (),
     start_h: float | None = None,
     slowdowns: Path | None = None,
-    bound: Literal["none", "solo", "regrouping"] = "regrouping",
+    bound: Literal["none", "solo", "regrouping"] = "solo",
     out: Path = Path("runs/simulate"),
     processes: int = 0,
 ) -> None:
@@ -48,9 +48,10 @@ def simulate(
     slowdowns
         With `jigsaw-*`: JSON file with a table of slowdowns instead of the paper's.
     bound
-        With `weave-fig15` and `weave-drift`: what the cost is compared with. `regrouping` searches
-        for the optimum of the jobs that were present, which takes minutes if there are many;
-        `solo` for that of jobs that each stay as long as they would alone; `none` for nothing.
+        With `weave-*` and `philly`: what the cost is compared with. `solo`: the optimum of jobs
+        that each stay as long as they would alone, which is the same for every policy.
+        `regrouping`: also the optimum of the jobs that were present in the run, which takes
+        minutes if there are many; `none`: nothing.
     out
         Folder for the results.
     processes
@@ -82,3 +83,5 @@ def simulate(
     report = run_and_show(scenario, chosen.run, chosen.draw, options, out)
     if report.targets:
         Console(highlight=False).print(targets_table(report))
+    if report.published:
+        Console(highlight=False).print(published_table(report))

@@ -1,4 +1,4 @@
-"""What sharing devices in space gains, after JigsawRL's figures 12 to 17, 19 and 20.
+"""What sharing devices in space gains, after JigsawRL's figures 12 to 20.
 
 Two jobs on the same devices, each worker with a replica of both. `serial` runs one after the other
 (the paper's Verl); `rollmux` rolls out on half of the devices and trains on the others, and
@@ -20,6 +20,8 @@ from random import Random
 from statistics import mean
 from typing import Any, NamedTuple
 
+import msgspec
+
 from loadtest.papers.scenarios.report import at_least, at_most, mean_of
 from loadtest.papers.scenarios.scenario import Options, Scenario
 from loadtest.papers.spatial import chains, pipelines
@@ -32,7 +34,7 @@ from phaseloom.common.process import slowdowns
 from phaseloom.scheduler.core.planning.chains import WAIT, Chain, Pair, Stage
 from phaseloom.simulator.comparison.cases import Case
 from phaseloom.simulator.comparison.pictures import bars, canvas
-from phaseloom.simulator.comparison.report import Record, Report, Target
+from phaseloom.simulator.comparison.report import Published, Record, Report, Target
 from phaseloom.simulator.tables import PAPER_TABLE
 
 ITERATIONS = 4
@@ -94,7 +96,7 @@ def _alike(setting: Setting, job: Workload, devices: int) -> list[Record]:
     )
     pair = Pair(first, second, setting.table)
     serial_s = sum(pair.total_s)
-    rollmux_s = _rollmux_s(job, setting.seed, devices, [4])
+    rollmux_s = _rollmux_s(job, setting.seed, devices, [4]) if devices > 1 else 0.0
     best_s = least_makespan_s(pair)
     records = []
     for policy in setting.policies:
@@ -155,6 +157,58 @@ def _mean_rollout_s(job: Workload, seed: int, devices: int) -> float:
     rng = Random(seed)
     drawn = [pipelines.iteration(rng, job, ROWS, devices) for _ in range(2 * ITERATIONS)]
     return mean(iteration.rollout_s for iteration in drawn)
+
+
+TENSOR_SPEED = {2: 1.0, 4: 1.15, 8: 1.1}
+"""How fast a replica of so many GPUs is. Chosen after the words of §5.4: marginal gains within a
+node, a loss across nodes. Gains of sharing do not depend on it."""
+_SHARES_AT = 8
+"""The replicas for which the published shares of an iteration hold."""
+
+
+def _parallel(setting: Setting, job: Workload, tensor: int, replicas: int) -> list[Record]:
+    """Two jobs of one kind on `replicas` data-parallel replicas of `tensor` GPUs each."""
+    reference_s = _mean_rollout_s(job, setting.seed, _SHARES_AT) / job.rollout
+    rollout_s = _mean_rollout_s(job, setting.seed, replicas)
+    shorter = _SHARES_AT / replicas
+    reference, train = (share * reference_s * shorter for share in (job.reference, job.train))
+    whole_s = rollout_s + reference + train
+    shaped = job._replace(
+        rollout=rollout_s / whole_s,
+        reference=reference / whole_s,
+        train=train / whole_s,
+        scale=job.scale / TENSOR_SPEED[tensor],
+    )
+    iterations = 2 * ITERATIONS
+    return [
+        msgspec.structs.replace(
+            record,
+            more={
+                "iterations_an_hour": 3600 * iterations / record.makespan_s,
+                "gpu_s_an_iteration": tensor * replicas * record.makespan_s / iterations,
+            },
+        )
+        for record in _alike(setting, shaped, replicas)
+        if record.makespan_s
+    ]
+
+
+def _parallel_published(records: list[Record]) -> list[Published]:
+    one, four = (_of(records, "serial", f"4B GSM8K, TP 4, DP {n}") for n in (1, 4))
+    rows = []
+    for what, name, paper in (
+        ("throughput", "iterations_an_hour", 1.2),
+        ("cost", "gpu_s_an_iteration", 3.4),
+    ):
+        if one and four:
+            ratio = mean_of(four, name) / mean_of(one, name)
+            rows.append(Published(f"serial, DP 4 over DP 1: {what}", paper, ratio))
+    workloads = dict.fromkeys(r.workload for r in _of(records, BEST))
+    gains = [mean_of(_of(records, BEST, workload), "over_serial") for workload in workloads]
+    if gains:
+        rows.append(Published(f"{BEST} over serial, least", 1.16, min(gains)))
+        rows.append(Published(f"{BEST} over serial, most", 1.48, max(gains)))
+    return rows
 
 
 def _asynchronous(setting: Setting, job: Workload, is_bounded: bool) -> list[Record]:
@@ -329,6 +383,7 @@ def _scenario(
     targets: Callable[[list[Record]], list[Target]] = lambda records: [],
     *,
     column: str = "over_serial",
+    published: Callable[[list[Record]], list[Published]] = lambda records: [],
 ) -> Scenario:
     """A scenario of spatial sharing.
 
@@ -358,6 +413,7 @@ def _scenario(
             parameters={"iterations": ITERATIONS, "rows": ROWS, "slowdowns": table.source},
             records=records,
             targets=targets(records),
+            published=published(records),
         )
 
     def draw(report: Report, path: Path) -> None:
@@ -495,6 +551,18 @@ SCENARIOS: dict[str, Scenario] = {
         [(name, _mixed, (job,)) for name, job in MIXED.items()],
         _SHARING,
         _each({"GSM8K": 1.24, "MATH": 1.07}),
+    ),
+    "jigsaw-fig18": _scenario(
+        "jigsaw-fig18",
+        "sharing beside tensor and data parallelism (JigsawRL Fig. 18)",
+        [
+            (f"{name}, TP {tensor}, DP {replicas}", _parallel, (job, tensor, replicas))
+            for name, job in SCALED.items()
+            for tensor, replicas in ((2, 1), (4, 1), (8, 1), (4, 2), (4, 4))
+        ],
+        ("serial", "greedy", "lookahead"),
+        column="iterations_an_hour",
+        published=_parallel_published,
     ),
     "jigsaw-fig19": _scenario(
         "jigsaw-fig19",

@@ -7,17 +7,18 @@ cut to between 15 minutes and 142.9 hours. From more than 300 jobs every n-th is
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from loadtest.papers.scenarios.report import at_least
-from loadtest.papers.scenarios.scenario import Options, Scenario
-from loadtest.papers.scenarios.weaving import ORDERINGS, measured
+from loadtest.papers.scenarios.scenario import Bound, Options, Scenario
+from loadtest.papers.scenarios.weaving import MAX_GROUP_JOBS, POLICIES, compared, measured
 from loadtest.papers.workloads import philly
-from phaseloom.simulator.comparison.cases import Case
 from phaseloom.simulator.comparison.clusters import SWITCHING
 from phaseloom.simulator.comparison.pictures import bars, canvas
 from phaseloom.simulator.comparison.report import Record, Report
+from phaseloom.simulator.jobs import SimJob
 
 _CLUSTERS = ("2869ce",)
 _START_H = 0.0
@@ -25,20 +26,28 @@ _START_H = 0.0
 _SEEDS = (0, 1)
 
 
-def _case(policy: str, seed: int, clusters: tuple[str, ...], start_h: float) -> Record:
-    return measured(philly.jobs(clusters, start_h, seed, switching=SWITCHING), policy, seed)[0]
+class _Window(NamedTuple):
+    name: str
+    seed: int
+    clusters: tuple[str, ...]
+    start_h: float
+    max_group_jobs: int = MAX_GROUP_JOBS
+
+    def jobs(self) -> list[SimJob]:
+        return philly.jobs(self.clusters, self.start_h, self.seed, switching=SWITCHING)
+
+
+def _case(window: _Window, policy: str, bound: Bound) -> tuple[Record, None]:
+    return measured(window.jobs(), policy, window.seed, bound=bound)[0], None
 
 
 def _run(options: Options) -> Report:
-    policies = options.policies_of(ORDERINGS)
+    policies = options.policies_of(POLICIES)
     clusters = options.virtual_clusters or _CLUSTERS
     start_h = _START_H if options.start_h is None else options.start_h
-    cases = [
-        Case(f"{policy}, seed {seed}", _case, (policy, seed, clusters, start_h))
-        for seed in options.seeds or _SEEDS
-        for policy in policies
-    ]
-    records: list[Record] = options.run_cases(cases)
+    windows = [_Window("philly", s, clusters, start_h) for s in options.seeds or _SEEDS]
+    runs = [(window, policy) for window in windows for policy in policies]
+    records = [record for record, _ in compared(options, runs, _case)]
     kept = [r for r in records if r.policy.startswith("coexec")]
     return Report(
         scenario="philly",
@@ -58,7 +67,7 @@ def _run(options: Options) -> Report:
 
 def _draw(report: Report, path: Path) -> None:
     with canvas(path, 3) as (costs, slos, gpus):
-        bars(costs, report.records, "cost_over_optimal", "cost over optimal regrouping", aim=1.0)
+        bars(costs, report.records, "over_solo_bound", "cost over the solo bound", aim=1.0)
         bars(slos, report.records, "slo_attainment", "share of jobs within their SLO")
         bars(gpus, report.records, "peak_gpus", "GPUs at the peak")
 
@@ -67,6 +76,6 @@ SCENARIO = Scenario(
     about="real arrivals: any window and virtual clusters of the Philly trace",
     run=_run,
     draw=_draw,
-    policies=tuple(ORDERINGS),
-    accepts=frozenset({"virtual_clusters", "start_h"}),
+    policies=POLICIES,
+    accepts=frozenset({"virtual_clusters", "start_h", "bound"}),
 )

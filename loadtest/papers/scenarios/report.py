@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 from rich.table import Table
 
-from phaseloom.simulator.comparison.report import Record, Report, Target, cells, values
+from phaseloom.simulator.comparison.report import Published, Record, Report, Target, cells, values
 
 
 def at_most(what: str, value: float, limit: float) -> Target:
@@ -48,11 +48,22 @@ def markdown(report: Report) -> str:
     if report.targets:
         rows = [_target_cells(target) for target in report.targets]
         lines += ["", *_markdown(list(_TARGET_HEAD), rows)]
+    if report.published:
+        rows = [_published_cells(published) for published in report.published]
+        lines += ["", *_markdown(list(_PUBLISHED_HEAD), rows)]
     return "\n".join(lines)
 
 
 def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+
+
+_PUBLISHED_HEAD = ("figure", "paper", "ours", "ours / paper")
+
+
+def _published_cells(published: Published) -> list[str]:
+    paper, ours = f"{published.paper:.4g}", f"{published.ours:.4g}"
+    return [published.figure, paper, ours, f"{published.ratio:.2f}"]
 
 
 _TARGET_HEAD = ("figure", "reached", "value", "aim")
@@ -61,6 +72,15 @@ _TARGET_HEAD = ("figure", "reached", "value", "aim")
 def _target_cells(target: Target) -> list[str]:
     reached = "yes" if target.is_reached else "**no**"
     return [target.what, reached, f"{target.value:.4g}", f"{target.limit:.4g}"]
+
+
+def published_table(report: Report) -> Table:
+    result = Table(title="Next to the paper", title_justify="left")
+    for name in _PUBLISHED_HEAD:
+        result.add_column(name, justify="left" if name == "figure" else "right")
+    for published in report.published:
+        result.add_row(*_published_cells(published))
+    return result
 
 
 def targets_table(report: Report) -> Table:

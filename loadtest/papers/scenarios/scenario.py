@@ -23,7 +23,8 @@ class Bound(StrEnum):
     SOLO = "solo"
     """The cheapest regrouping of jobs that each stay for as long as they would alone."""
     REGROUPING = "regrouping"
-    """As `SOLO`, and also the cheapest regrouping of the jobs that were present in the run."""
+    """As `SOLO`, and also the cheapest regrouping of the jobs present in the run. That costs more
+    if a policy delays jobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Options(cases.Options):
     """The hour at which the window of a trace of real arrivals begins."""
     slowdowns: Path | None = None
     """A table of slowdowns instead of the scenario's own."""
-    bound: Bound = Bound.REGROUPING
+    bound: Bound = Bound.SOLO
 
     def run_each(
         self,
@@ -76,7 +77,7 @@ class Scenario(NamedTuple):
         """
         options.check()
         for field in ("workload", "virtual_clusters", "start_h", "slowdowns", "bound"):
-            is_chosen = getattr(options, field) not in (None, (), Bound.REGROUPING)
+            is_chosen = getattr(options, field) not in (None, (), Bound.SOLO)
             if is_chosen and field not in self.accepts:
                 flag = _FLAGS.get(field, field)
                 raise CallerError(

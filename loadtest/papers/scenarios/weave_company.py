@@ -88,7 +88,7 @@ def _case(profile: str, device: str, way: str, seed: int) -> Record:
     result, cpu_s = run(jobs, nodes, settings, seed, slowdowns=really)
     workload = profile if device == TWO_CORES else f"{profile}, {device}"
     record = record_of(result, cpu_s, policy=way, seed=seed, workload=workload)
-    return only(record, "jobs", "cost_per_hour", "slo_attainment", "makespan_s", "moves")
+    return only(record, "jobs", "dollars", "slo_attainment", "makespan_s", "moves")
 
 
 def _run(options: Options) -> Report:
@@ -123,9 +123,8 @@ def _base(record: Record, base: dict[tuple[str, int], Record]) -> Record:
 
 
 def _dollars(record: Record) -> float:
-    assert record.cost_per_hour is not None
-    assert record.makespan_s is not None
-    return record.cost_per_hour * record.makespan_s
+    assert record.dollars is not None
+    return record.dollars
 
 
 def _targets(records: list[Record], base: dict[tuple[str, int], Record]) -> list[Target]:

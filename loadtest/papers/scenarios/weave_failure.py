@@ -44,7 +44,7 @@ def _case(policy: str) -> tuple[Record, list[Span]]:
         retries=Retries(resubmit_s=BACK_S - DIES_S, checkpoint_every=1),
         records_spans=True,
     )
-    ends = _train_ends(result.spans)
+    ends = train_ends(result.spans)
     solo_s = {job.name: job.solo_s for job in jobs}
     more: dict[str, float] = {}
     for name in ("D1", "D2"):
@@ -53,7 +53,7 @@ def _case(policy: str) -> tuple[Record, list[Span]]:
             ("while_away", DIES_S, BACK_S),
             ("after", BACK_S, SHOWN_S),
         ):
-            within = [end for end in ends[name] if start_s <= end < end_s]
+            within = [end for end, _ in ends[name] if start_s <= end < end_s]
             periods = [b - a for a, b in pairwise(within)]
             if periods:
                 more[f"{name}_{when}_over_alone"] = mean(periods) / solo_s[name]
@@ -80,12 +80,12 @@ def _away(job: SimJob) -> SimJob:
     return replace(job, start_s=job.start_s + BACK_S - DIES_S) if job.name == "E" else job
 
 
-def _train_ends(spans: list[Span]) -> dict[str, list[float]]:
-    """When each job's training phases ended, which closes its iterations."""
-    ends: dict[str, list[float]] = {}
+def train_ends(spans: list[Span]) -> dict[str, list[tuple[float, str]]]:
+    """When each job's training operations ended, and their kinds."""
+    ends: dict[str, list[tuple[float, str]]] = {}
     for span in sorted(spans, key=lambda span: span.end_s):
         if span.node.startswith(TRAIN) and span.activity != "switch":
-            ends.setdefault(span.job.partition(".")[2], []).append(span.end_s)
+            ends.setdefault(span.job.partition(".")[2], []).append((span.end_s, span.activity))
     return ends
 
 

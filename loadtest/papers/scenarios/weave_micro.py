@@ -15,7 +15,7 @@ from loadtest.papers.optimum import Terms, cheapest_partition
 from loadtest.papers.scenarios.pictures import gantt
 from loadtest.papers.scenarios.report import at_least, at_most, mean_of
 from loadtest.papers.scenarios.scenario import Options, Scenario
-from loadtest.papers.scenarios.weaving import planned
+from loadtest.papers.scenarios.weaving import colocated, planned
 from phaseloom.simulator.comparison.cases import Case
 from phaseloom.simulator.comparison.clusters import HOST_BYTES, PRICES, ample, config, run
 from phaseloom.simulator.comparison.pictures import bars, canvas
@@ -70,23 +70,10 @@ def _take(num_nodes: int) -> Demand:
     return Demand(num_nodes=num_nodes, load_s=SWITCH_S / 2, offload_s=SWITCH_S / 2)
 
 
-def _colocated(job: SimJob) -> SimJob:
-    """The job with both phases on the train nodes, which are as many as it had there."""
-    phases = tuple(Phase(TRAIN, p.mean_s, kind=p.operation_kind) for p in job.phases)
-    return SimJob(
-        name=job.name,
-        arrival_s=job.arrival_s,
-        iterations=job.iterations,
-        phases=phases,
-        demands={TRAIN: job.demand(TRAIN)},
-        slo=job.slo,
-    )
-
-
 def _case(group: str, policy: str) -> tuple[Record, list[Span]]:
     jobs = jobs_of(group)
     nodes = ample(jobs)
-    shared = [_colocated(job) for job in jobs] if policy == "colocated" else jobs
+    shared = [colocated(job) for job in jobs] if policy == "colocated" else jobs
     settings = config(policy, _ORDERINGS[policy])
     result, wall_s = run(shared, nodes, settings, 0, records_spans=True)
     rates = [3600.0 / job.mean_iteration_s for job in result.jobs]

@@ -52,7 +52,7 @@ def _run(options: Options) -> Report:
         for seed in options.seeds or _SEEDS
     ]
     records: list[Record] = options.run_cases(cases)
-    costs = {(r.workload, r.policy, r.seed): r.cost_per_hour or 0.0 for r in records}
+    costs = {(r.workload, r.policy, r.seed): r.dollars or 0.0 for r in records}
     records = [
         replace(r, more={**r.more, "over_the_mean_alone": costs[key] / costs[base]})
         if (base := (_name(0.0), *key[1:])) in costs
@@ -77,17 +77,17 @@ def _targets(records: list[Record]) -> list[Target]:
             name = f"coexec_repack, {_name(percentile)}: least of any job within SLO"
             least = min(r.more["least_of_a_job"] for r in found)
             targets.append(at_least(name, least, percentile / 100))
-    plain = {r.seed: r.cost_per_hour or 0.0 for r in records if r.policy == "coexec"}
+    plain = {r.seed: r.dollars or 0.0 for r in records if r.policy == "coexec"}
     asked = [r for r in records if r.workload == _name(95.0) and r.seed in plain]
     if asked:
-        most = max((r.cost_per_hour or 0.0) / plain[r.seed] for r in asked)
+        most = max((r.dollars or 0.0) / plain[r.seed] for r in asked)
         targets.append(at_most(f"coexec_repack, {_name(95.0)}: cost over coexec", most, 1.0))
     return targets
 
 
 def _draw(report: Report, path: Path) -> None:
     with canvas(path, 2) as (costs, slos):
-        bars(costs, report.records, "cost_per_hour", "$/h")
+        bars(costs, report.records, "dollars", "cost, $")
         bars(slos, report.records, "slo_iterations", "share of iterations within SLO")
 
 

@@ -82,8 +82,8 @@ def generate(
           slo: the SLO of every job; 0: uniform between 1 and 2.
     """
     draws = Random(f"weave {profile} {seed}")
-    arrivals_h = _arrivals_h(draws, num_jobs)
-    lengths_h = _lengths_h(draws, num_jobs)
+    arrivals_h = _arrivals_h(draws, num_jobs, WINDOW_H * num_jobs / NUM_JOBS)
+    lengths_h = _lengths_h(draws, num_jobs, MEAN_H)
     return [
         draw_job(
             f"j{i}",
@@ -97,6 +97,76 @@ def generate(
         )
         for i in range(num_jobs)
     ]
+
+
+PRODUCTION_JOBS, PRODUCTION_H = 200, 336.0
+_PRODUCTION_MEAN_H = 27.9
+_MODEL_SHARES = {"3B": 0.2, "7B": 0.4, "14B": 0.3, "32B": 0.1}
+"""Jobs of 32B have two nodes of each pool (WEAVE Table 3), all others one. Solo-D's price for the
+mean job of 27.9 h gives 1.09 nodes of each pool, so a tenth of the jobs has two."""
+_TOKENS_K_SHARES = {4: 0.26, 8: 0.35, 16: 0.26, 32: 0.13}
+"""Response limits from 4k to 32k, 12.1k on average."""
+_SHORTEST_S, _LONGEST_S = 50.0, 900.0
+"""The range of the phases (WEAVE §3.2)."""
+
+
+def production(
+    seed: int,
+    *,
+    num_jobs: int = PRODUCTION_JOBS,
+    num_kinds: int = 0,
+    multi_turn_share: float = 0.5,
+    switching: Switching = FREE,
+) -> list[SimJob]:
+    """A workload like the two weeks of one tenant that WEAVE §6.4 replays, by arrival.
+
+    The paper states the number of jobs, the weeks, sizes of 3B to 32B, limits of 4k to 32k tokens
+    with a mean of 12.1k, a mean length of 27.9 h, SLOs uniform between 1 and 2, phases of 50 to
+    900 s, and that multi-turn rollouts take 3 to 4 times as long as training. Chosen here: that
+    half of the jobs have several turns, that phases grow with the limit and the size so that Table
+    3's jobs fit, and arrivals and lengths with the shapes of `generate`.
+
+    Args: num_kinds: how many pairs of phases there are; 0: each job has its own.
+    """
+    draws = Random(f"production {seed}")
+    arrivals_h = _arrivals_h(draws, num_jobs, PRODUCTION_H * num_jobs / PRODUCTION_JOBS)
+    lengths_h = _lengths_h(draws, num_jobs, _PRODUCTION_MEAN_H)
+    kinds: list[tuple[str, float, float]] = []
+    jobs = []
+    for index in range(num_jobs):
+        if not num_kinds or index < num_kinds:
+            kinds.append(_production_kind(draws, multi_turn_share))
+            model, rollout_s, train_s = kinds[-1]
+        else:
+            model, rollout_s, train_s = draws.choice(kinds)
+        num_nodes = 2 if model == "32B" else 1
+        jobs.append(
+            SimJob(
+                name=f"j{index}",
+                arrival_s=3600.0 * arrivals_h[index],
+                iterations=max(1, round(3600.0 * lengths_h[index] / (rollout_s + train_s))),
+                phases=(Phase(ROLLOUT, rollout_s), Phase(TRAIN, train_s)),
+                demands=demands(model, num_nodes, num_nodes, switching),
+                slo=draws.uniform(1.0, 2.0),
+                move_s=switching.move_s,
+                model=model,
+            )
+        )
+    return jobs
+
+
+def _production_kind(draws: Random, multi_turn_share: float) -> tuple[str, float, float]:
+    """A model, and the seconds of its rollout and training."""
+    model = draws.choices(tuple(_MODEL_SHARES), tuple(_MODEL_SHARES.values()))[0]
+    tokens_k = draws.choices(tuple(_TOKENS_K_SHARES), tuple(_TOKENS_K_SHARES.values()))[0]
+    rollout_s = tokens_k * draws.uniform(12.0, 25.0)
+    if draws.random() < multi_turn_share:
+        rollout_s *= draws.uniform(1.5, 3.0)
+        train_s = rollout_s / draws.uniform(3.0, 4.0)
+    else:
+        train_s = rollout_s / draws.uniform(0.5, 1.5)
+    rollout_s, train_s = (min(_LONGEST_S, max(_SHORTEST_S, s)) for s in (rollout_s, train_s))
+    return model, rollout_s, train_s
 
 
 def draw_job(
@@ -154,21 +224,21 @@ def demands(
     }
 
 
-def _arrivals_h(draws: Random, num_jobs: int) -> list[float]:
+def _arrivals_h(draws: Random, num_jobs: int, window_h: float) -> list[float]:
     gaps = [
         draws.expovariate(1.0 / (_BURST_H if draws.random() < 0.5 else _QUIET_H))
         for _ in range(num_jobs - 1)
     ]
-    scale = WINDOW_H * (num_jobs / NUM_JOBS) / sum(gaps) if gaps else 1.0
+    scale = window_h / sum(gaps) if gaps else 1.0
     arrivals = [0.0]
     for gap in gaps:
         arrivals.append(arrivals[-1] + gap * scale)
     return arrivals
 
 
-def _lengths_h(draws: Random, num_jobs: int) -> list[float]:
+def _lengths_h(draws: Random, num_jobs: int, mean_h: float) -> list[float]:
     lengths = [exp(draws.gauss(0.0, _SIGMA)) for _ in range(num_jobs)]
     for _ in range(20):  # the cap lowers the mean: scale again until both hold
-        scale = MEAN_H * num_jobs / sum(lengths)
+        scale = mean_h * num_jobs / sum(lengths)
         lengths = [min(LONGEST_H, length * scale) for length in lengths]
     return lengths

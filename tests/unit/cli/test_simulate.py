@@ -37,9 +37,9 @@ def test_workload_is_compared_under_every_policy(
     solo, coexec = by_policy["solo"], by_policy["coexec"]
     assert (solo.peak_gpus, coexec.peak_gpus) == (32, 16)
     assert solo.slo_attainment == coexec.slo_attainment == 1
-    assert solo.cost_per_hour is not None
-    assert coexec.cost_per_hour is not None
-    assert coexec.cost_per_hour < solo.cost_per_hour
+    assert solo.dollars is not None
+    assert coexec.dollars is not None
+    assert coexec.dollars < solo.dollars
     assert (tmp_path / "workload.png").read_bytes().startswith(b"\x89PNG")
     assert "2 jobs of mine.csv" in capsys.readouterr().out
 

@@ -54,7 +54,7 @@ def test_bubbles_and_cost_are_what_is_held_and_not_used() -> None:
     result = simulate([job(iterations=4)], pools(3), config())
     assert result.pools[ROLLOUT].bubble_ratio == pytest.approx(1 / 3)
     assert result.pools[TRAIN].bubble_ratio == pytest.approx(2 / 3)
-    assert result.cost_per_hour == pytest.approx(2.0 + 4.0)
+    assert result.cost == pytest.approx((2.0 + 4.0) * 60 / 3600)
     assert result.peak_gpus == 16
     assert result.cost_steps == [(0.0, 6.0, 16), (60.0, 0.0, 0)]
 

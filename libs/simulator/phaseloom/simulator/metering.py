@@ -68,6 +68,9 @@ class JobMeter:
     moved: dict[str, int] = field(default_factory=dict)
     """Deployment → its moves. The deployments of a job move in the same move, one at a time."""
 
+    opened: set[str] = field(default_factory=set)
+    """Pools of which the job's placement needed a node that no other job held."""
+
     @property
     def moves(self) -> int:
         return max(self.moved.values(), default=0)
@@ -125,9 +128,11 @@ class Meter:
         moved = self.jobs[job].moved
         moved[deployment] = moved.get(deployment, 0) + 1
 
-    def pin(self, node: str, deployment: str, now_s: float) -> None:
+    def pin(self, node: str, job: str, deployment: str, now_s: float) -> None:
         meter = self.nodes[node]
         if not meter.pinned:
+            if not self.jobs[job].moved:
+                self.jobs[job].opened.add(meter.pool)
             meter.held_since_s = now_s
             self._step(now_s, meter.price_per_hour, meter.num_gpus)
             num_held = self._num_held[meter.pool] = self._num_held.get(meter.pool, 0) + 1

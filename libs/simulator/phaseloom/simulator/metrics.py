@@ -48,6 +48,8 @@ class JobResult(msgspec.Struct, frozen=True):
     """Switch-ins of the job's deployments that displaced another deployment."""
     moves: int
     attempts: int
+    opened: list[str]
+    """Pools of which the job's first placement needed a node that no other job held."""
 
     @property
     def is_slo_met(self) -> bool:
@@ -112,11 +114,6 @@ class Result(msgspec.Struct, frozen=True):
     """Kind → number of the scheduler's notices."""
     spans: list[Span] = []
     """Intervals in which nodes ran or switched, if they were recorded."""
-
-    @property
-    def cost_per_hour(self) -> float:
-        """Mean cost per hour over the makespan."""
-        return self.cost / self.makespan_s * _HOUR_S if self.makespan_s else 0.0
 
     @property
     def promised(self) -> list[JobResult]:
@@ -221,4 +218,5 @@ def _job(meter: JobMeter) -> JobResult:
         switches=meter.switches,
         moves=meter.moves,
         attempts=meter.attempts,
+        opened=sorted(meter.opened),
     )

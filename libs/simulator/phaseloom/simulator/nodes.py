@@ -185,7 +185,7 @@ class Nodes:
         ranks = self._ranks.get(command.deployment)
         if ranks is None or ranks.incarnation < command.incarnation:
             ranks = self._new_incarnation(command, ranks)
-        self._meter.pin(command.node, ranks.name, self._agenda.now_s)
+        self._meter.pin(command.node, ranks.label, ranks.name, self._agenda.now_s)
         self._agenda.after(ranks.start_s, self._started, ranks, command.node)
 
     def _new_incarnation(self, command: commands.StartWpg, last: _Ranks | None) -> _Ranks:

@@ -114,7 +114,7 @@ def record_of(
         seed=seed,
         workload=workload,
         jobs=len(result.jobs),
-        cost_per_hour=result.cost_per_hour,
+        dollars=result.cost,
         slo_attainment=result.slo_attainment if result.promised else None,
         slo_iterations=result.iterations_within_slo if result.promised else None,
         peak_gpus=result.peak_gpus,

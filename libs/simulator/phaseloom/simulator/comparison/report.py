@@ -18,14 +18,20 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     seed: int
     workload: str = ""
     jobs: int | None = None
+    over_solo_bound: float | None = None
+    """`dollars` relative to the cheapest regrouping of jobs that each stay as long as they would
+    alone. This bound is the same for every policy."""
+    dollars: float | None = None
+    """Price of the nodes that belong to a group, over the whole run."""
     cost_per_hour: float | None = None
-    """Mean cost of the nodes that belong to a group, in dollars."""
+    """Price per hour of nodes that stay the same during the run, in dollars."""
     cost_over_optimal: float | None = None
-    """Cost relative to the cheapest strict round robin of the jobs present, regrouped for free at
-    every arrival and departure. If the search did not find it, relative to a proven lower bound."""
+    """Cost relative to the cheapest strict round robin of the jobs present in the same run,
+    regrouped for free at every arrival and departure. A policy that delays jobs makes this
+    denominator larger, and so looks cheaper than it is."""
     optimal_gap: float | None = None
-    """Largest possible relative error of the ratio, because its denominator is a lower bound. None:
-    the ratio is exact."""
+    """Largest possible relative error of the two ratios, because a denominator is a proven lower
+    bound and not an optimum. None: the ratios are exact."""
     slo_attainment: float | None = None
     """Share of jobs whose mean iteration is within SLO × their iteration alone."""
     slo_iterations: float | None = None
@@ -65,6 +71,18 @@ class Target(msgspec.Struct, frozen=True):
     is_reached: bool
 
 
+class Published(msgspec.Struct, frozen=True):
+    """A figure of a paper next to ours."""
+
+    figure: str
+    paper: float
+    ours: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.paper
+
+
 class Report(msgspec.Struct, frozen=True):
     scenario: str
     about: str
@@ -72,6 +90,8 @@ class Report(msgspec.Struct, frozen=True):
     parameters: dict[str, Any]
     records: list[Record]
     targets: list[Target] = []
+    published: list[Published] = []
+    """The paper's figures next to ours."""
     series: dict[str, Any] = {}
     """Further data for the picture."""
 
@@ -100,6 +120,8 @@ def values(records: Iterable[Record], name: str) -> list[float]:
 
 
 _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "over_solo_bound": ("cost / solo bound", lambda v: f"{v:.3f}"),
+    "dollars": ("cost", lambda v: f"${v:,.0f}"),
     "cost_per_hour": ("$/h", lambda v: f"{v:.0f}"),
     "cost_over_optimal": ("cost / optimal", lambda v: f"{v:.3f}"),
     "optimal_gap": ("too high by at most", lambda v: f"{v:.2%}"),

@@ -78,6 +78,6 @@ def compare(options: Options) -> Report:
 def draw(report: Report, path: Path) -> None:
     """Draw the costs, SLOs and largest clusters of a report (PNG)."""
     with canvas(path, 3) as (costs, slos, gpus):
-        bars(costs, report.records, "cost_per_hour", "cost, $/h")
+        bars(costs, report.records, "dollars", "cost, $")
         bars(slos, report.records, "slo_attainment", "share of jobs within their SLO")
         bars(gpus, report.records, "peak_gpus", "GPUs at the peak")
