@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(240)
 MIB = 2**20
 PROMPTS = [client.Prompt([1, 5, 9], seed=3), client.Prompt([2, 4, 6, 8], seed=4)]
 SAMPLING = client.SamplingParams(24, ignore_eos=True)
-LONG = client.SamplingParams(1500, ignore_eos=True)
+LONG = client.SamplingParams(700, ignore_eos=True)
 BATCH = [client.Datum([1, 2, 3, 4], [2, 3, 4, 5])]
 TTL_S = 600.0
 KEPT = NamedWeights("policy", job="first", checkpoint="kept")
