@@ -2,8 +2,8 @@
 
 The parts are read from the run's spans, while it goes on or later. While it goes on, memory is
 copied plainly after each look at the spans that shows new switches: by one thread, without a
-digest, into touched memory for offloads and into fresh huge pages for loads. So both suffer from
-whatever else the machine does at that moment.
+digest, into touched memory and into fresh huge pages. So these copies suffer from whatever else the
+machine does at that moment, if they have the priority of the mesh's processes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,15 @@ class Part(msgspec.Struct, frozen=True):
     """State of the deployment on its device."""
     mean_s: float
     worst_s: float
-    plain_s: float = 0.0
-    """Mean time of a plain copy of as many bytes at the same moments; 0: none."""
+    touched_s: float = 0.0
+    """Mean time of a plain copy of as many bytes into touched memory, at the same moments; 0: the
+    part moves nothing."""
+    fresh_s: float = 0.0
+    """The same into fresh huge pages, as every load needs them."""
+
+    @property
+    def limit_s(self) -> float:
+        return self.fresh_s if self.part == LOAD else self.touched_s
 
 
 class SwitchesReport(msgspec.Struct, frozen=True):
@@ -112,25 +119,25 @@ def parts_of(moments: Iterable[tuple[list[SpanLine], Plain]]) -> list[Part]:
         if span.name != "switch":
             longest = moved[span.parent_id]
             longest[span.name] = max(longest.get(span.name, 0.0), _seconds(span))
-    taken: defaultdict[tuple[str, str], list[tuple[float, int, float]]] = defaultdict(list)
+    taken: defaultdict[tuple[str, str], list[tuple[float, int, Plain]]] = defaultdict(list)
     for span, plain in every:
         num_bytes = int(span.attributes.get("num_bytes", 0))
         if span.name == "switch":
             inside = moved.get(span.span_id)
             if inside is not None:  # else nothing moved
                 rest_s = max(0.0, _seconds(span) - sum(inside.values()))
-                taken[_deployment(span), REST].append((rest_s, 0, 0.0))
+                taken[_deployment(span), REST].append((rest_s, 0, plain))
         else:
-            per_byte = plain.touched if span.name == OFFLOAD else plain.fresh
-            sample = (_seconds(span), num_bytes, num_bytes * per_byte)
-            taken[_deployment(span), span.name].append(sample)
+            taken[_deployment(span), span.name].append((_seconds(span), num_bytes, plain))
     return [_part(*key, samples) for key, samples in sorted(taken.items())]
 
 
-def _part(deployment: str, name: str, samples: list[tuple[float, int, float]]) -> Part:
-    seconds, sizes, plains = zip(*samples, strict=True)
+def _part(deployment: str, name: str, samples: list[tuple[float, int, Plain]]) -> Part:
+    seconds, sizes, _ = zip(*samples, strict=True)
     return Part(
-        *(deployment, name, len(samples), max(sizes), fmean(seconds), max(seconds), fmean(plains))
+        *(deployment, name, len(samples), max(sizes), fmean(seconds), max(seconds)),
+        touched_s=fmean(num_bytes * plain.touched for _, num_bytes, plain in samples),
+        fresh_s=fmean(num_bytes * plain.fresh for _, num_bytes, plain in samples),
     )
 
 
@@ -152,11 +159,16 @@ def rows(report: SwitchesReport) -> list[tuple[str, ...]]:
             f"{part.num_bytes / 2**20:.0f}" if part.num_bytes else "–",
             f"{1e3 * part.mean_s:.0f} ms",
             f"{1e3 * part.worst_s:.0f} ms",
-            f"{1e3 * part.plain_s:.0f} ms" if part.plain_s else "–",
-            f"{part.mean_s / part.plain_s:.2f}" if part.plain_s else "–",
+            f"{1e3 * part.touched_s:.0f} ms" if part.touched_s else "–",
+            f"{1e3 * part.fresh_s:.0f} ms" if part.fresh_s else "–",
+            f"{part.mean_s / part.limit_s:.2f}" if part.limit_s else "–",
         )
         for part in report.parts
     ]
 
 
-HEAD = ("deployment", "part", "number", "MiB", "mean", "worst", "plain copy", "ratio of the means")
+HEAD = (
+    *("deployment", "part", "number", "MiB", "mean", "worst"),
+    *("copy into touched memory", "into fresh pages", "ratio to its limit"),
+)
+"""The limit of an offload is a copy into touched memory, that of a load a copy into fresh pages."""

@@ -40,16 +40,16 @@ def test_parts_have_means_worst_cases_and_plain_copies_of_their_moments() -> Non
     later = [span("switch", 200, 300), span("load", 210, 230, parent="switch 200")]
     parts = parts_of([(SWITCH, Plain(1e-6, 2e-6)), (later, Plain(1e-6, 4e-6))])
     expected = [
-        Part("a.policy", "load", 2, 1000, 0.04, 0.06, 0.003),
+        Part("a.policy", "load", 2, 1000, 0.04, 0.06, 0.001, 0.003),
         Part("a.policy", "rest", 2, 0, 0.055, 0.08),
-        Part("a.sampler", "offload", 1, 1000, 0.01, 0.01, 0.001),
+        Part("a.sampler", "offload", 1, 1000, 0.01, 0.01, 0.001, 0.002),
     ]
     assert [(p.deployment, p.part, p.count, p.num_bytes) for p in parts] == [
         (p.deployment, p.part, p.count, p.num_bytes) for p in expected
     ]
     for part, want in zip(parts, expected, strict=True):
-        assert (part.mean_s, part.worst_s, part.plain_s) == pytest.approx(
-            (want.mean_s, want.worst_s, want.plain_s)
+        assert (part.mean_s, part.worst_s, part.touched_s, part.fresh_s) == pytest.approx(
+            (want.mean_s, want.worst_s, want.touched_s, want.fresh_s)
         )
 
 
@@ -76,4 +76,4 @@ def test_finished_run_is_measured_next_to_copies_made_now(tmp_path: Path) -> Non
     report = measure(tmp_path, 0)
     assert report.num_plain == 1
     assert {p.part for p in report.parts} == {"offload", "load", "rest"}
-    assert all(p.plain_s > 0 for p in report.parts if p.part != "rest")
+    assert all(p.limit_s > 0 for p in report.parts if p.part != "rest")
