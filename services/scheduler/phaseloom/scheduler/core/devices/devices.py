@@ -103,15 +103,18 @@ def claimant(step: Step, slot: Slot) -> Deployment | None:
     return None
 
 
-def claim(step: Step, deployment: Deployment) -> None:
+def claim(step: Step, deployment: Deployment) -> bool:
     """Record that a deployment was chosen and waits until all of its devices are free.
 
     The claim is recorded on all of its nodes at once, so claims have the same order on every node.
     The oldest claim is therefore first on each of its devices, which rules out deadlock.
+
+    Returns: whether the claim is new.
     """
-    for node in step.nodes_of(deployment):
-        if deployment.name not in node.claims:
-            node.claims.append(deployment.name)
+    new_on = [node for node in step.nodes_of(deployment) if deployment.name not in node.claims]
+    for node in new_on:
+        node.claims.append(deployment.name)
+    return bool(new_on)
 
 
 def unclaim(step: Step, deployment: Deployment) -> None:

@@ -21,7 +21,8 @@ the candidates, the holder's expected return, and for round robin the order of t
 choose it (gang scheduling), so that its neighbours are served as fairly as on a device of their
 own. Choices on several devices can stay out of phase indefinitely. So after `GANG_TIMEOUT` quanta
 it is enough to be chosen on one. The chosen deployment claims all of its devices at once, and every
-device queues claims in the same order, so there is no deadlock.
+device queues claims in the same order, so there is no deadlock. Deployments that have waited longer
+than it go first on each of these devices (`dispatch`).
 
 Cost: linear in the candidates, and for round robin in the jobs of the device.
 """
@@ -89,8 +90,9 @@ def policy_of(step: Step) -> Ordering:
 def choose(step: Step, slot: Slot) -> tuple[Deployment | None, float]:
     """Choose the deployment whose operation starts next in a free slot.
 
-    Returns: the deployment, or None with the time at which to look again (`NEVER_S`: at the next
-             event).
+    Returns: the deployment, with 0 if all of its devices choose it, or with the past time since
+             which it need not wait for that. Or None, with the time at which to look again
+             (`NEVER_S`: at the next event).
     """
     among = contenders_on(step, slot)
     again_s, may_wait = among.lets_in_s, among.may_wait
@@ -103,7 +105,7 @@ def choose(step: Step, slot: Slot) -> tuple[Deployment | None, float]:
             deployment, op = preferred
             until_s = _elsewhere_s(step, slot, deployment, op)
             if until_s <= step.now_s:
-                return deployment, NEVER_S
+                return deployment, until_s
             again_s = min(again_s, until_s)
             if policy_of(step).is_strict:
                 return None, again_s
@@ -149,15 +151,18 @@ def _after_quantum(step: Step, slot: Slot, options: list[Option]) -> list[Option
 
 
 def _elsewhere_s(step: Step, slot: Slot, deployment: Deployment, op: Op) -> float:
-    """When a deployment may claim its other devices; a time in the past means now."""
+    """When a deployment may claim its other devices. A time in the past means now, and 0 that they
+    choose it too."""
     slots = devices.slots_of(step, deployment)
     if len(slots) == 1:
         return 0.0
     timeout_s = _gang_timeout_s(step, deployment)
     until_s = max(op.ready_s, deployment.activation.idle_since_s) + timeout_s
     # Gang scheduling: each other device must be ready to choose this deployment too.
+    if until_s <= step.now_s:
+        return until_s
     for peer in slots:
-        if until_s <= step.now_s or peer is slot or tails.can_start_without(step, deployment, peer):
+        if peer is slot or tails.can_start_without(step, deployment, peer):
             continue
         among = contenders_on(step, peer)
         if not among.options:

@@ -86,13 +86,16 @@ def _dispatch(step: Step, slot: Slot) -> None:
         for name in slot.runs:
             _continue(step, step.state.deployments[name])
         return
-    deployment = _next_claimant(step, slot)
-    if deployment is not None:
-        _start(step, deployment)
+    claimant = _next_claimant(step, slot)
+    if claimant is not None:
+        for following in [*ready.before_claim(step, slot, claimant), claimant]:
+            _start(step, following, overtakes=True)
+            if slot.running:
+                break
         return
     deployment, retry_s = choice.choose(step, slot)
     if deployment is not None:
-        _start(step, deployment)
+        _start(step, deployment, overtakes=retry_s > 0)
     elif retry_s < choice.NEVER_S:
         _look_again_at(step, slot, retry_s)
     elif not ready.is_any_on(step, slot):
@@ -111,9 +114,13 @@ def _next_claimant(step: Step, slot: Slot) -> Deployment | None:
     return None
 
 
-def _start(step: Step, deployment: Deployment) -> None:
+def _start(step: Step, deployment: Deployment, *, overtakes: bool) -> None:
     """Run the ready operations of a deployment, or claim its devices if some that it needs are
-    taken."""
+    taken.
+
+    Args: overtakes: whether some of its devices may not have chosen it. Deployments that need only
+                     one of them and have waited longer then go first.
+    """
     slots = devices.slots_of(step, deployment)
     # A single rank's only device is the one that the deployment was just chosen for.
     taken_ranks = []
@@ -121,13 +128,16 @@ def _start(step: Step, deployment: Deployment) -> None:
         taken_ranks = [
             rank
             for rank, slot in enumerate(slots)
-            if slot.running or devices.claimant(step, slot) not in (None, deployment)
+            if slot.running
+            or devices.claimant(step, slot) not in (None, deployment)
+            or (overtakes and _has_older(step, slot, deployment))
         ]
     ops = _batch(step, deployment)
     if taken_ranks:
         ops = tails.startable_without(step, deployment, ops, taken_ranks)
         if not ops:
-            devices.claim(step, deployment)
+            if devices.claim(step, deployment):
+                step.dirty.update(deployment.places)
             return
     devices.unclaim(step, deployment)
     deployment.activation.leave_out(taken_ranks)
@@ -142,6 +152,12 @@ def _start(step: Step, deployment: Deployment) -> None:
         devices.use(step, deployment, slots)
         return
     _permit(step, deployment, ops, slots)
+
+
+def _has_older(step: Step, slot: Slot, deployment: Deployment) -> bool:
+    """Whether one that needs only this device has waited for it longer than a deployment."""
+    older = ready.before_claim(step, slot, deployment)
+    return any(len(devices.slots_of(step, d)) == 1 for d in older)
 
 
 def _start_neighbour(step: Step, deployment: Deployment) -> None:

@@ -295,8 +295,11 @@ def _queue_on(step: Step, slot: Slot) -> Queue:
         remaining = [option for option in options if option[0] is not claimant]
         queue += [(c, reason + suffix) for c, reason in _ordered(step, slot, remaining)]
     if claimant is not None and (op := ready.first(step, claimant)) is not None:
-        first_of_all = choice.candidate_of(step, slot, claimant, op)
-        queue.insert(0, (first_of_all, "it has claimed its devices"))
+        older = ready.before_claim(step, slot, claimant)
+        names = [d.name for d in older if len(devices.slots_of(step, d)) == 1]
+        queue.sort(key=lambda e: names.index(e[0].deployment) if e[0].deployment in names else 99)
+        claimed = choice.candidate_of(step, slot, claimant, op)
+        queue.insert(len(names), (claimed, "it has claimed its devices"))
     return queue
 
 

@@ -58,6 +58,20 @@ def is_any_on(step: Step, slot: Slot, *, of_job: str | None = None, but_job: str
     return next(options_on(step, slot, of_job=of_job, but_job=but_job), None) is not None
 
 
+def before_claim(step: Step, slot: Slot, claimant: Deployment) -> list[Deployment]:
+    """Deployments on the device that have waited longer than one that claims it, the longest wait
+    first."""
+    claimed = first(step, claimant)
+    if claimed is None:
+        return []
+    limit = (waits_since_s(claimant, claimed), claimed.arrival)
+    waiting = [
+        (waits_since_s(deployment, op), op.arrival, deployment.name)
+        for deployment, op in options_on(step, slot)
+    ]
+    return [step.state.deployments[name] for *since, name in sorted(waiting) if (*since,) < limit]
+
+
 def operations(step: Step, deployment: Deployment) -> Iterable[Op]:
     """Ready operations by arrival, even if the weights version that one reads is out of reach."""
     activation, queue = deployment.activation, deployment.queue
@@ -266,7 +280,12 @@ def _is_complete(step: Step, slot: Slot) -> bool:
 
 def waited_s(step: Step, deployment: Deployment, op: Op) -> float:
     """Seconds for which other operations have kept this one from running."""
-    return max(0.0, step.now_s - max(op.ready_s, deployment.activation.idle_since_s))
+    return max(0.0, step.now_s - waits_since_s(deployment, op))
+
+
+def waits_since_s(deployment: Deployment, op: Op) -> float:
+    """Since when only a device is missing: a deployment does not wait while it runs."""
+    return max(op.ready_s, deployment.activation.idle_since_s)
 
 
 def slack_s(step: Step, deployment: Deployment, op: Op) -> float:
