@@ -129,6 +129,13 @@ class Result(msgspec.Struct, frozen=True):
         )
 
     @property
+    def slo_attainment_of_draws(self) -> float:
+        """As `slo_attainment`, but relative to running alone with the same draws."""
+        promised = self.promised
+        within = [job for job in promised if job.slowdown <= job.slo * (1 + _ROUNDING)]
+        return sum(job.outcome == "done" for job in within) / len(promised) if promised else 1.0
+
+    @property
     def iterations_within_slo(self) -> float:
         """Share of single iterations within the SLO, over the ended jobs with an SLO."""
         total = sum(job.iterations for job in self.promised)

@@ -116,6 +116,7 @@ def record_of(
         jobs=len(result.jobs),
         dollars=result.cost,
         slo_attainment=result.slo_attainment if result.promised else None,
+        slo_draws=result.slo_attainment_of_draws if result.promised else None,
         slo_iterations=result.iterations_within_slo if result.promised else None,
         peak_gpus=result.peak_gpus,
         bubble_ratio=result.bubble_ratio,

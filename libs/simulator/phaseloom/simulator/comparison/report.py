@@ -33,7 +33,9 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """Largest possible relative error of the two ratios, because a denominator is a proven lower
     bound and not an optimum. None: the ratios are exact."""
     slo_attainment: float | None = None
-    """Share of jobs whose mean iteration is within SLO × their iteration alone."""
+    """Share of jobs whose mean iteration is within SLO × their iteration alone at its longest."""
+    slo_draws: float | None = None
+    """Share of jobs whose mean iteration is within SLO × the mean of the same draws alone."""
     slo_iterations: float | None = None
     """Share of single iterations within SLO × their iteration alone."""
     peak_gpus: int | None = None
@@ -126,6 +128,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "cost_over_optimal": ("cost / optimal", lambda v: f"{v:.3f}"),
     "optimal_gap": ("too high by at most", lambda v: f"{v:.2%}"),
     "slo_attainment": ("SLO", lambda v: f"{v:.1%}"),
+    "slo_draws": ("SLO, same draws", lambda v: f"{v:.1%}"),
     "slo_iterations": ("SLO, iterations", lambda v: f"{v:.1%}"),
     "peak_gpus": ("peak GPUs", lambda v: f"{v:.0f}"),
     "bubble_ratio": ("bubbles", lambda v: f"{v:.1%}"),

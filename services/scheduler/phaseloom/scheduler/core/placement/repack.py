@@ -73,6 +73,8 @@ def _has_changed(step: Step, group: Group, member: Member, trace: PhaseTrace) ->
     neighbours."""
     known_cycle = member.cycle
     assert known_cycle is not None
+    if assignment.policy_of(step).replan and member.iterations and groups.is_measurable(member):
+        return False  # `iterated` compares the iterations themselves
     slowdown = company.most_slowdown(step.state.cluster, group, member)
     if slowdown > 1 and known_cycle.period_s <= trace.period_s <= slowdown * known_cycle.period_s:
         return False
@@ -82,14 +84,19 @@ def _has_changed(step: Step, group: Group, member: Member, trace: PhaseTrace) ->
 def iterated(step: Step, key: JobKey) -> None:
     """Update a job's cycle from its last iterations, if the policy plans with remaining budgets.
 
-    Such a policy needs it early: a profile is a median over more iterations, so it lags.
+    Such a policy needs it early, and only if it is certain, because every change may cause moves. A
+    profile is a median over more iterations, so it lags, and changes with chance.
     """
     if assignment.policy_of(step).replan is None:
         return
     name = str(key)
-    cycle = groups.trend_of(groups.group_of(step.state.cluster, name).members[name])
-    if cycle is not None:
-        _drifted(step, step.job(key), cycle)
+    member = groups.group_of(step.state.cluster, name).members[name]
+    period_s = groups.trend_of(member)
+    if period_s is not None and member.cycle is not None:
+        trace = step.state.traces.get(name)
+        profile = admission.cycle_of(trace) if trace is not None else None
+        shape = _with_share(profile, member.cycle) if profile is not None else member.cycle
+        _drifted(step, step.job(key), groups.scaled(shape, period_s))
         step.job_changed(name)
         step.follow_up(FollowUp.PLACE)
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from copy import copy as shallow
-from math import inf
+from itertools import pairwise
+from math import inf, sqrt
+from statistics import fmean
 
 from msgspec.structs import replace
 
@@ -36,11 +38,18 @@ from phaseloom.scheduler.core.state.cluster import (
 LEAST_ITERATIONS = 8
 """Number of iterations from which a change of the cycle counts as drift. An earlier change may just
 correct the owner's estimate."""
-TREND = 3
-"""Number of consecutive iterations that must all be longer, or all shorter, than the cycle before
-the cycle follows them."""
+TREND = {5: 15.5, 10: 6.6, 20: 4.9, 40: 4.35}
+"""Number of last iterations whose mean is compared with the cycle → standard errors by which it
+must differ. Few iterations show a fast drift, many a slow one of a job that varies. The errors
+are those of Student's t for a two-sided probability of 1e-4: a job of 1,000 iterations has few
+samples that do not overlap, so it is hardly ever mistaken."""
+LONGEST_TREND = max(TREND)
 DRIFTS = 0.05
-"""Minimum relative difference from the cycle of each of these iterations."""
+"""Relative difference of that mean from the cycle which is not worth following."""
+SPREAD = 1.128
+"""Mean difference of two successive iterations, in standard deviations, if they vary normally (d2
+of a chart of moving ranges; Montgomery, Introduction to Statistical Quality Control, §6.4). Unlike
+the deviation from the mean it stays small if a job drifts slowly."""
 LONGEST = 2.0
 """Maximum length of an iteration, as a multiple of the cycle, that counts towards the SLO. Anything
 beyond was caused by a fault or a pause, which does not relax the SLO."""
@@ -305,6 +314,7 @@ def set_cycle(cluster: Cluster, job: str, cycle: Cycle) -> None:
     member.iterations, member.num_optim_steps = divmod(steps, cycle.num_optim_steps)
     is_first = member.cycle is None
     member.cycle = cycle
+    member.recent_s = []
     if is_first:
         reckon_alone(member)
     elif before != cycle.num_optim_steps:
@@ -332,39 +342,48 @@ def iterated(
     alone_s = now_s - since_s - (lag_s - member.lag_s)
     if slowdown > 1 and member.cycle is not None:
         alone_s = min(alone_s, max(member.cycle.period_s, alone_s / slowdown))
-    # Overlapping phases wait at the same time, so the time such a job takes alone is unknown.
-    overlaps = timing.gap_s < -ROUNDING * timing.solo_s
-    if member.cycle is None or overlaps or alone_s <= 0:
-        member.alone_s += timing.solo_s
+    if not is_measurable(member) or alone_s <= 0:
+        member.alone_s += member.cycle.period_s if member.cycle is not None else 0.0
     else:
-        worst_s = alone_s * timing.solo_s / member.cycle.period_s
-        member.alone_s += min(worst_s, LONGEST * timing.solo_s)
-        member.recent_s = [*member.recent_s[1 - TREND :], alone_s]
+        member.alone_s += min(alone_s, LONGEST * timing.solo_s)
+        member.recent_s = [*member.recent_s[1 - LONGEST_TREND :], alone_s]
     member.num_late += now_s - since_s > timing.allowed_s * (1 + ROUNDING)
     member.iterations += 1
     member.iterated_s = now_s
     member.lag_s = lag_s
 
 
-def trend_of(member: Member) -> Cycle | None:
-    """Estimate a member's current cycle from its last iterations. None: they match the known cycle.
+def is_measurable(member: Member) -> bool:
+    """Whether a member's iterations tell what they would have taken alone.
 
-    If all of them are longer, the shortest counts; if all are shorter, the longest. If iterations
-    vary by themselves, according to the worst case, a change must be larger to count.
+    Overlapping phases wait at the same time, so the time such a job takes alone is unknown.
     """
-    cycle = member.cycle
-    if cycle is None or len(member.recent_s) < TREND:
+    timing = timing_of(member)
+    return member.cycle is not None and timing.gap_s >= -ROUNDING * timing.solo_s
+
+
+def trend_of(member: Member) -> float | None:
+    """Estimate the period of a member's cycle from its last iterations. None: they show no change.
+
+    They do if their mean is certainly further from the cycle than `DRIFTS`, given how much
+    successive iterations differ.
+    """
+    recent_s, cycle = member.recent_s, member.cycle
+    if cycle is None or len(recent_s) < min(TREND):
         return None
-    threshold = max(DRIFTS, (cycle.worst_period_s / cycle.period_s - 1) / 2)
-    shortest, longest = (pick(member.recent_s) / cycle.period_s for pick in (min, max))
-    if shortest > 1 + threshold:
-        return _scaled(cycle, shortest)
-    if longest < 1 - threshold:
-        return _scaled(cycle, longest)
+    spread_s = fmean(abs(b - a) for a, b in pairwise(recent_s)) / SPREAD
+    for count, errors in TREND.items():
+        if count <= len(recent_s):
+            mean_s = fmean(recent_s[-count:])
+            margin_s = DRIFTS * cycle.period_s + errors * spread_s / sqrt(count)
+            if abs(mean_s - cycle.period_s) > margin_s:
+                return mean_s
     return None
 
 
-def _scaled(cycle: Cycle, factor: float) -> Cycle:
+def scaled(cycle: Cycle, period_s: float) -> Cycle:
+    """Return a cycle of the same shape with another period."""
+    factor = period_s / cycle.period_s
     segments = [
         replace(
             segment,
@@ -374,12 +393,12 @@ def _scaled(cycle: Cycle, factor: float) -> Cycle:
         )
         for segment in cycle.segments
     ]
-    return replace(cycle, period_s=cycle.period_s * factor, segments=segments)
+    return replace(cycle, period_s=period_s, segments=segments)
 
 
 def reckon_alone(member: Member) -> None:
     """Estimate from the cycle how long a member's unmeasured iterations would have taken alone."""
-    member.alone_s = member.iterations * timing_of(member).solo_s
+    member.alone_s = member.iterations * member.cycle.period_s if member.cycle else 0.0
 
 
 def group_of(cluster: Cluster, job: str) -> Group:

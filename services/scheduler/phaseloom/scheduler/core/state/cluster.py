@@ -100,15 +100,15 @@ class Member(msgspec.Struct):
     num_optim_steps: int = 0
     """Number of optimiser steps since the last finished iteration."""
     alone_s: float = 0.0
-    """Seconds that the finished iterations would take alone in the worst case: each as measured,
-    net of waiting, times the ratio of the cycle's worst case to its usual duration. An SLO is a
-    multiple of this."""
+    """Seconds that the finished iterations would have taken alone: as measured, net of waiting. An
+    SLO is a multiple of this."""
     lag_s: float = 0.0
     """Seconds for which the job had been delayed when its last iteration finished."""
     num_late: int = 0
     """Number of finished iterations that took longer than the SLO allows for one."""
     recent_s: list[float] = []
-    """Durations of the last iterations, net of waiting, oldest first."""
+    """Durations of the last iterations, net of waiting, oldest first. Those since its cycle was
+    set."""
     has_drifted: bool = False
     """Whether the job's cycle changed while the job ran."""
     iterated_s: float = 0.0

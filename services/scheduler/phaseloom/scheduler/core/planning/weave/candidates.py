@@ -89,6 +89,9 @@ def budget_of(cluster: Cluster, member: Member, timing: Timing) -> Budget:
     """
     promised_s = member.slo * member.alone_s if member.slo > 0 else inf
     saved_s = promised_s - _lived_s(cluster, member, timing)
+    if saved_s < 0 and member.cycle is not None:
+        # Iterations are planned at their worst case. As many as usual ones must make up for it.
+        saved_s *= timing.solo_s / member.cycle.period_s
     if member.num_iterations:
         num_left = max(1, member.num_iterations - member.iterations)
     else:
