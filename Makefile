@@ -19,7 +19,7 @@ COOKBOOK_VENV := .venv-cookbook
 TRL_VENV := .venv-trl
 REASONING_GYM := reasoning-gym>=0.1.25,<0.2
 
-SCENARIOS := plexrl-fig7b plexrl-fig8 plexrl-hrrs plexrl-relaxation weave-fig14 weave-fig15 weave-rivals weave-table5 weave-drift weave-punctual weave-failure weave-micro weave-tails \
+SCENARIOS := plexrl-fig7b plexrl-fig8 plexrl-hrrs plexrl-relaxation weave-fig14 weave-fig15 weave-rivals weave-table5 weave-drift weave-jitter weave-punctual weave-failure weave-micro weave-tails \
 	weave-space weave-company wrong-table philly llmd-replay $(addprefix jigsaw-fig,12 13 14 15 16 17 18 19 20)
 
 # Which tests `make test-SUBJECT` runs; each test file is in one of these.
