@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.modelconfig import check_ropes
 
 MAX_DEPTH = 32
 MAX_DRAWN_PARAMETERS = 2**36
@@ -98,6 +99,7 @@ def check_config(config: dict[str, Any], field: str, *, is_drawn: bool) -> None:
     """
     _check_depth(config, field)
     _check_values(config, field)
+    check_ropes(config, field)
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if heads is not None and kv_heads is not None and heads % kv_heads:
         raise CallerError(

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from phaseloom.common.contract.errors import CallerError
+
 _EXTENDING = ("linear", "dynamic", "yarn")
 """Types of rotary positions whose factor extends the context. With `llama3` and `longrope`,
 `max_position_embeddings` already is the extended context."""
+_ROPE_TYPES = ("default", *_EXTENDING, "llama3")
 
 
 def context_tokens(config: Mapping[str, Any]) -> int | None:
@@ -27,6 +30,23 @@ def context_tokens(config: Mapping[str, Any]) -> int | None:
     if str(config.get("model_type", "")).startswith("gemma3"):
         return context
     return max([context, *(_extended(config, context, rope) for rope in _ropes(config))])
+
+
+def check_ropes(config: Mapping[str, Any], field: str) -> None:
+    """Check the types of rotary positions. Args: config: as in `context_tokens`; field: its name.
+
+    The frequencies of longrope depend on the longest of the samples that share a pass.
+    Raises: CallerError: a type is not supported.
+    """
+    for rope in _ropes(config):
+        kind = rope.get("rope_type", rope.get("type")) or "default"
+        if kind not in _ROPE_TYPES:
+            name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+            raise CallerError(
+                f"rope_type {kind} is not supported",
+                field=f"{field}.{name}",
+                remedy=f"use one of {', '.join(_ROPE_TYPES)}",
+            )
 
 
 def _ropes(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -44,10 +44,11 @@ MAX_CONFIG_BYTES = 2**19
 """A job's spec includes the config, and has at most 1 MiB."""
 MAX_COMPANION_BYTES = 2**27
 """Largest tokenizer or other small file. The largest known tokenizer.json has 33 MB."""
+_TEMPLATES = "additional_chat_templates"
 _COMPANIONS = (
     *(GENERATION_FILE, "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "chat_template*", "*.model", "*.tiktoken"),
-    *("LICENSE*", "NOTICE*", "README.md"),
+    *("LICENSE*", "NOTICE*", "README.md", f"{_TEMPLATES}/*.jinja"),
 )
 """Names of files that are registered with config and weights, and copied into checkpoints."""
 _DOCUMENTS = ("LICENSE", "NOTICE", "README")
@@ -62,7 +63,19 @@ class GenerationFile(msgspec.Struct, frozen=True):
 
 def is_companion(name: str) -> bool:
     """Whether a file belongs to the model but is neither config nor weights."""
-    return not name.endswith(SUFFIX) and any(fnmatch(name, pattern) for pattern in _COMPANIONS)
+    is_inside = name.removeprefix(f"{_TEMPLATES}/") == Path(name).name
+    return (
+        is_inside
+        and not name.endswith(SUFFIX)
+        and any(fnmatch(name, pattern) for pattern in _COMPANIONS)
+    )
+
+
+def _companions(directory: Path) -> list[str]:
+    """Return the names of the small files in a model directory, sorted. Raises: OSError."""
+    paths = [*directory.iterdir(), *(directory / _TEMPLATES).glob("*")]
+    names = sorted(str(path.relative_to(directory)) for path in paths if path.is_file())
+    return [*filter(is_companion, names)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +158,9 @@ def check_companions(model: RegisteredModel) -> None:
     directory = Path(model.directory.path)
     registered = {f.name: f.blake3 for f in model.directory.files if _is_read(f.name)}
     try:
-        paths = [path for path in directory.iterdir() if path.is_file() and _is_read(path.name)]
-        now = {path.name: file_blake3(path) for path in paths}
+        names = [CONFIG_FILE, *_companions(directory)]
+        is_now = [name for name in names if _is_read(name) and (directory / name).is_file()]
+        now = {name: file_blake3(directory / name) for name in is_now}
     except OSError as error:
         raise ResourceError(
             f"{directory} of the registered model {model.name!r} cannot be read: {error}",
@@ -209,9 +223,8 @@ def read_model(name: str, directory: Path) -> RegisteredModel:
     directory = directory.absolute()
     config, weights, entries = _read_directory(directory)
     with _readable():
-        file_names = sorted(p.name for p in directory.iterdir() if p.is_file())
         index = [weights.index] if weights.index else []
-        registered = [CONFIG_FILE, *index, *weights.names, *filter(is_companion, file_names)]
+        registered = [CONFIG_FILE, *index, *weights.names, *_companions(directory)]
         files = [
             ModelFile(file, (directory / file).stat().st_size, file_blake3(directory / file))
             for file in registered
@@ -233,9 +246,8 @@ def _read_directory(directory: Path) -> tuple[dict[str, Any], WeightFiles, list[
     with _readable():
         config: dict[str, Any] = _decoded(directory / CONFIG_FILE, dict[str, Any], MAX_CONFIG_BYTES)
         check_config(config, CONFIG_FILE, is_drawn=False)
-        for path in directory.iterdir():
-            if is_companion(path.name) and path.is_file():
-                _check_file_size(path, MAX_COMPANION_BYTES)
+        for name in _companions(directory):
+            _check_file_size(directory / name, MAX_COMPANION_BYTES)
         if (directory / GENERATION_FILE).is_file():
             _decoded(directory / GENERATION_FILE, GenerationFile, MAX_COMPANION_BYTES)
         weights, entries = _weights(directory)

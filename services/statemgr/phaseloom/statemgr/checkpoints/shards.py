@@ -32,7 +32,7 @@ from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.specs import ModelDirectory
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.adapterfiles import ADAPTER_CONFIG_FILE, ADAPTER_STEM
-from phaseloom.common.tensors.modelfiles import CONFIG_FILE, MODEL_STEM
+from phaseloom.common.tensors.modelfiles import CONFIG_FILE, MODEL_STEM, is_companion
 from phaseloom.common.tensors.safetensors import (
     Index,
     TensorEntry,
@@ -45,6 +45,7 @@ from phaseloom.statemgr.checkpoints.assembly import WholeTensor, assemble
 from phaseloom.statemgr.checkpoints.files import write_synced, writing
 from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, FileSums
 from phaseloom.statemgr.disk.disk import BlockFile, Cancelled, Disk
+from phaseloom.statemgr.disk.files import sync_directory
 
 MODEL, ADAPTER, TRAINING = MODEL_STEM, ADAPTER_STEM, "training"
 """The beginnings of the names of files with tensors."""
@@ -97,7 +98,10 @@ def write_state(
             write_synced(draft / config_file, config.encode())
             files[config_file] = sums_of(config.encode())
             for name, content in _contents(companions):
-                write_synced(draft / name, content)
+                path = draft / name
+                path.parent.mkdir(exist_ok=True)
+                write_synced(path, content)
+                sync_directory(path.parent)
                 files[name] = sums_of(content)
             return Written(digest.result(), files)
         except BaseException:
@@ -114,8 +118,8 @@ def _contents(companions: ModelDirectory | None) -> Iterator[tuple[str, bytes]]:
         return
     for file in companions.files:
         path = Path(companions.path) / file.name
-        if path.name != file.name:
-            raise CallerError(f"{file.name!r} is not a plain file name", field="companions")
+        if not is_companion(file.name):
+            raise CallerError(f"{file.name!r} is not a model's small file", field="companions")
         try:
             content = path.read_bytes()
         except OSError as error:

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from phaseloom.common.contract.errors import CallerError
-from phaseloom.common.contract.modelconfig import context_tokens
+from phaseloom.common.contract.modelconfig import check_ropes, context_tokens
 from phaseloom.worker.backends.capabilities import MODEL_TYPES
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -46,13 +46,7 @@ def check_attention(config: PreTrainedConfig) -> None:
             field="model.config.layer_types",
             remedy=f"use {FULL} or {SLIDING} in every layer",
         )
-    # Samples of different lengths share a pass, so the longest would set the frequencies of all.
-    if "longrope" in _rope_types(getattr(config, "rope_parameters", None) or {}):
-        raise CallerError(
-            "rope_type longrope is not supported: its frequencies depend on the sequence length",
-            field="model.config.rope_parameters",
-            remedy="use another rope_type, such as linear, yarn or llama3",
-        )
+    check_ropes(config.to_dict(), "model.config")
 
 
 def has_dynamic_rope(config: PreTrainedConfig) -> bool:

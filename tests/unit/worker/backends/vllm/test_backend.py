@@ -397,6 +397,14 @@ def test_cache_too_small_for_one_sequence_is_refused_with_what_vllm_says(
     assert "scratch memory" in raised.value.info.message
 
 
+def test_dynamic_rope_is_refused() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+    model = replace(vllm.spec().model, config=vllm.tiny("llama", rope_parameters=rope))
+    with pytest.raises(CallerError, match="rope_type dynamic") as raised:
+        backend_factory("vllm").plan(replace(vllm.spec(), model=model))
+    assert raised.value.info.field == "model.config.rope_parameters"
+
+
 @pytest.mark.parametrize(
     ("layout", "field"),
     [

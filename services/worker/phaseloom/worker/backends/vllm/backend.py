@@ -537,13 +537,6 @@ def settings_of(spec: DeploymentSpec) -> Settings:
     config = model_config(spec.model)
     if has_dynamic_rope(config):
         raise CallerError(
-            "the vllm backend does not support rope_type dynamic: vLLM uses one fixed base for all "
-            "lengths",
-            field="model.config.rope_parameters",
-            remedy="use the backend 'sampler', or another rope_type such as yarn",
-        )
-    if has_dynamic_rope(config):
-        raise CallerError(
             "the vllm backend does not support rope_type dynamic: vLLM computes one set of "
             "frequencies for all lengths",
             field="model.config.rope_parameters",
