@@ -128,10 +128,11 @@ async def test_deployment_with_two_ranks_goes_on_after_the_state_manager_is_kill
 
 @pytest.mark.usefixtures("noop_nodes")
 async def test_bit_that_flips_in_a_host_copy_costs_the_job_nothing(short_dir: Path) -> None:
-    """It begins again from its seal and the log, whoever has the device meanwhile."""
+    """It begins again from the log, whoever has the device meanwhile. There are no seals, which are
+    written from host copies, too: a bit that flips meanwhile would spoil them."""
     train = NodeConfig("train-0", "train", [4096])  # each of these states takes one page
     nodes = [NodeConfig("rollout-0", "rollout", [8 * MiB]), train]
-    config = MeshConfig(nodes=nodes, seal_every=2)
+    config = MeshConfig(nodes=nodes, seal_every=0)
     async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as t:
         jobs = [await t.submit_job(name, NOOP[:1]) for name in ("first", "second")]
         first, second = (job.deployment("policy") for job in jobs)
@@ -139,10 +140,6 @@ async def test_bit_that_flips_in_a_host_copy_costs_the_job_nothing(short_dir: Pa
             await first.optim_step(client.AdamParams(1e-3))
         before = await first.publish_weights()
         await second.optim_step(client.AdamParams(1e-3))
-        # Seals are written from host copies, too: a bit that flips meanwhile would spoil them.
-        await log.until(
-            lambda e: isinstance(e, SealCommitted) and e.deployment.job == "first" and e.seq == 4
-        )
         await _digested(mesh, "train-0")
         pid = program_pid(*mesh.pids("statemgr-train-0"))
         flip_in_memory(pid, f"the host copy of {TENANT}.first.policy", place=0)
