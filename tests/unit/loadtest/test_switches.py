@@ -76,4 +76,4 @@ def test_finished_run_is_measured_next_to_copies_made_now(tmp_path: Path) -> Non
     report = measure(tmp_path, 0)
     assert report.num_plain == 1
     assert {p.part for p in report.parts} == {"offload", "load", "rest"}
-    assert all(p.limit_s > 0 for p in report.parts if p.part != "rest")
+    assert all(p.touched_s > 0 for p in report.parts if p.part != "rest")
