@@ -1,4 +1,6 @@
-"""Long texts, large bodies and templates without bounds are refused, and nobody waits for them."""
+"""Long texts, large bodies, large tokenizers, templates without bounds, and floods of operations:
+nobody else waits for them, and no event loop stands still.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,24 @@ import io
 import json
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
 import pytest
 import pytest_asyncio
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
+from loadtest.hostile import floods
+from phaseloom.client import PhaseloomError, connect
+from phaseloom.common.contract.api import ResultReply, ResultRequest
+from phaseloom.common.transport.services import call_api
 from tests.support.directories import short_directory
 from tests.support.gateway import OTHER, Served, serving
+from tests.support.jobs import TENANT
 from tests.support.pretrained import save_model
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
@@ -34,7 +45,10 @@ TEMPLATES = {
     "json": "{{ messages | tojson(indent=10**10) }}",
     "unsafe": "{{ ''.__class__.__mro__ }}",
 }
+LARGE = "large"
+"""A model whose tokenizer takes long to load."""
 MAX_PAUSE_S = 1.0
+LOOPS = ("gateway", "router", "scheduler")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -44,8 +58,22 @@ async def served() -> AsyncIterator[Served]:
         for name, template in TEMPLATES.items():
             models[name] = await asyncio.to_thread(save_model, directory / name, torch.float32)
             (models[name] / "chat_template.jinja").write_text(template)
+        models[LARGE] = await asyncio.to_thread(save_model, directory / LARGE, torch.float32)
+        words = {f"w{number}": number for number in range(150_000)}
+        tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+        tokenizer.pre_tokenizer = Whitespace()
+        tokenizer.save(str(models[LARGE] / "tokenizer.json"))
         async with serving(directory, **models) as running:
             yield running
+            assert stalls(running) == []
+
+
+def stalls(served: Served) -> list[str]:
+    """What services have logged of callbacks that used more than 50 ms of their event loop."""
+    files = [f for f in (served.mesh.run_dir / "logs").iterdir() if f.name.startswith(LOOPS)]
+    assert len({f.name.partition("-")[0].partition(".")[0] for f in files}) == len(LOOPS), files
+    lines = [line for file in files for line in file.read_text().splitlines()]
+    return [line for line in lines if "a callback used" in line]
 
 
 class Caller:
@@ -101,6 +129,9 @@ async def test_long_inputs_are_refused_and_nobody_waits(served: Served) -> None:
         done = asyncio.Event()
         watching = asyncio.create_task(longest_pause_s(victim, done))
         answers = [await flood(path, body) for path, body, _ in wrongs]
+        path, body, _ = wrongs[1]
+        at_once = await asyncio.gather(*(flood(path, body) for _ in range(4)))
+        assert [status for status, _ in at_once] == [400] * 4
         done.set()
         for (path, _, why), (status, answer) in zip(wrongs, answers, strict=True):
             assert (status in (400, 404), why in str(answer)) == (True, True), (path, why, answer)
@@ -121,3 +152,45 @@ async def test_template_without_bounds_is_the_callers_error(served: Served, name
         done.set()
         assert (status, "template" in answer["error"]["message"]) == (400, True), answer
         assert await watching < MAX_PAUSE_S
+
+
+async def test_nobody_waits_for_a_large_tokenizer_or_many_short_requests(served: Served) -> None:
+    too_long = {"model": LARGE, "prompt": "w149999 " * 70}
+    async with aiohttp.ClientSession(served.url) as http:
+        flood, victim = Caller(http, served.key()), Caller(http, served.key(OTHER))
+        assert (await victim("/api/v1/weights_info", {"tinker_path": "none"}))[0] == 404
+        done = asyncio.Event()
+        watching = asyncio.create_task(longest_pause_s(victim, done))
+        answers = await asyncio.gather(*(flood("/v1/completions", too_long) for _ in range(1000)))
+        done.set()
+        assert {(status, "got 70" in str(answer)) for status, answer in answers} == {(400, True)}
+        assert await watching < MAX_PAUSE_S
+
+
+async def test_floods_of_operations_stop_no_event_loop(served: Served) -> None:
+    mesh, job = served.mesh, "flooding"
+    arguments = (mesh.url, TENANT, mesh.credentials.tenants[TENANT], job)
+    async with connect(*arguments[:3]) as connection:
+        await connection.submit_job(job, [floods.spec("train")])
+    for flood, number in ((floods.bulk_generate, 1000), (floods.large_json, 6)):
+        async with floods.Flooder.connected(*arguments) as flooder:
+            assert await flood(flooder, number) == number
+            await until_ended(flooder, flooder.next_seq + number - 1)
+    async with floods.Flooder.connected(*arguments) as flooder:
+        assert await floods.many_prompts(flooder, 4) == 4
+        await until_ended(flooder, flooder.next_seq + 3)
+    async with floods.Flooder.connected(*arguments) as flooder:
+        assert await floods.behind_a_gap(flooder, 1000) == 1000
+        await floods.show_status(flooder)
+    assert stalls(served) == []
+
+
+async def until_ended(flooder: floods.Flooder, seq: int) -> None:
+    key = flooder.deployment
+    request = ResultRequest(key.job, key.deployment, str(seq))
+    async with asyncio.timeout(120):
+        while True:
+            with suppress(PhaseloomError):
+                await call_api(flooder.client, key.tenant, "result.get", request, ResultReply)
+                return
+            await asyncio.sleep(0.05)

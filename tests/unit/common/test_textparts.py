@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from phaseloom.common.text.codec import TextCodec
+from phaseloom.common.text.codec import TextCodec, TextDecoder
 from phaseloom.common.text.files import read_tokenizer
 from phaseloom.common.text.parts import StopText, TextOfTokens, TextParts
 from tests.support.bytetokens import WORDS, llama, pieces, tokenizer
@@ -73,6 +73,13 @@ def read(kind: str, *, cleans_up: bool = False) -> tuple[TextCodec, Any]:
         return TextCodec(read_tokenizer(Path(directory))), factory.from_pretrained(directory)
 
 
+@cache
+def decoder_of(kind: str, *, cleans_up: bool) -> TextDecoder:
+    """The same tokenizer as the gateway has it."""
+    codec, _ = read(kind, cleans_up=cleans_up)
+    return TextDecoder(codec.facts, codec.vocabulary().reader())
+
+
 def expected_text(theirs: Any, prompt: list[int], sample: list[int]) -> str:
     def decode(tokens: list[int]) -> str:
         return str(theirs.decode(tokens, skip_special_tokens=True))
@@ -82,11 +89,22 @@ def expected_text(theirs: Any, prompt: list[int], sample: list[int]) -> str:
 
 @pytest.mark.parametrize("cleans_up", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-@given(data=st.data(), stops=st.sampled_from(STOPS), ends_empty=st.booleans())
+@given(
+    data=st.data(),
+    stops=st.sampled_from(STOPS),
+    ends_empty=st.booleans(),
+    in_gateway=st.booleans(),
+)
 def test_parts_join_to_the_text_before_a_stop_string(
-    kind: str, cleans_up: bool, data: st.DataObject, stops: list[str], ends_empty: bool
+    kind: str,
+    cleans_up: bool,
+    data: st.DataObject,
+    stops: list[str],
+    ends_empty: bool,
+    in_gateway: bool,
 ) -> None:
     codec, theirs = read(kind, cleans_up=cleans_up)
+    decoder = decoder_of(kind, cleans_up=cleans_up) if in_gateway else codec
     tokens = st.lists(st.integers(0, len(theirs) + 1), max_size=20)  # the last two have no text
     prompt, sample = data.draw(tokens), data.draw(tokens)
     if cleans_up and kind != "byte level":
@@ -95,7 +113,7 @@ def test_parts_join_to_the_text_before_a_stop_string(
     cuts = [at for at in map(whole.find, stops) if at >= 0]
     expected = whole[: min(cuts)] if cuts else whole
 
-    parts = TextParts(codec, prompt, stops)
+    parts = TextParts(decoder, prompt, stops)
     text, remaining = "", sample
     while remaining:
         size = data.draw(st.integers(1, 5))

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
 from phaseloom.common.text import files
-from phaseloom.common.text.codec import TextCodec, clean_up
+from phaseloom.common.text.codec import TextCodec, TextDecoder, clean_up
 from phaseloom.common.text.files import TokenizerFacts, read_tokenizer
 from tests.support.bytetokens import llama, tokenizer
 from tests.unit.common.test_textparts import word_piece
@@ -152,11 +152,13 @@ def test_directory_is_read_as_transformers_does(case: str, tmp_path: Path) -> No
     theirs = factory.from_pretrained(tmp_path)
     facts = read_tokenizer(tmp_path)
     codec = TextCodec(facts)
+    light = TextDecoder(codec.facts, codec.vocabulary().reader())
     for text in TEXTS:
         for special in (False, True):
             expected = theirs(text, add_special_tokens=special)["input_ids"]
             assert codec.encode(text, special=special) == expected, text
         decoded = codec.decode(expected)
+        assert light.decode(expected) == decoded
         decoded = clean_up(decoded) if codec.cleans_up else decoded
         assert decoded == theirs.decode(expected, skip_special_tokens=True)
     assert facts.special_tokens == theirs.special_tokens_map
@@ -187,8 +189,9 @@ def test_program_writes_the_same_facts(tmp_path: Path) -> None:
 
 
 def test_tokens_have_text_and_bytes() -> None:
-    codec = TextCodec(read_of(byte_level()))
-    tokens = codec.encode("a a'")
+    codec = decoder_of(byte_level())
+    encode = TextCodec(read_of(byte_level())).encode
+    tokens = encode("a a'")
     texts = [codec.token_text(token) for token in tokens]
     assert "".join(texts) == "a a'"
     assert [codec.token_bytes(t, text) for t, text in zip(tokens, texts, strict=True)] == [
@@ -199,9 +202,9 @@ def test_tokens_have_text_and_bytes() -> None:
 
 def test_bytes_of_parts_of_characters_are_theirs() -> None:
     parts = "é".encode()
-    codec = TextCodec(read_of(tokenizer([b"a", *(bytes([part]) for part in parts)])))
+    codec = decoder_of(tokenizer([b"a", *(bytes([part]) for part in parts)]))
     assert [codec.token_bytes(t, codec.token_text(t)) for t in (1, 2)] == [parts[:1], parts[1:]]
-    codec = TextCodec(read_of(llama()))
+    codec = decoder_of(llama())
     token = llama().token_to_id("<0xC3>")
     assert token is not None
     assert codec.token_text(token) == "\ufffd"
@@ -210,7 +213,7 @@ def test_bytes_of_parts_of_characters_are_theirs() -> None:
 
 def test_text_of_a_token_has_the_space_before_it() -> None:
     made = llama()
-    codec = TextCodec(read_of(made))
+    codec = decoder_of(made)
     token = made.token_to_id("▁ab")
     assert token is not None
     assert codec.token_text(token) == " ab"
@@ -219,3 +222,8 @@ def test_text_of_a_token_has_the_space_before_it() -> None:
 
 def read_of(made: Tokenizer) -> TokenizerFacts:
     return TokenizerFacts(made.to_str(), {}, {}, False, False)
+
+
+def decoder_of(made: Tokenizer) -> TextDecoder:
+    codec = TextCodec(read_of(made))
+    return TextDecoder(codec.facts, codec.vocabulary().reader())

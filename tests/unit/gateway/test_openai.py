@@ -8,8 +8,10 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from phaseloom.client import Piece
+from phaseloom.common.text.codec import TextCodec
 from phaseloom.common.text.files import TokenizerFacts
 from phaseloom.gateway.core.bodies import Complete
+from phaseloom.gateway.encoding import Described
 from phaseloom.gateway.openai import Call, Part, _chat_logprobs, _logprobs
 from phaseloom.gateway.tokenizers import ModelTokenizer
 
@@ -24,8 +26,10 @@ def call(**more: Any) -> Call:
     made.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    tokenizer = ModelTokenizer(TokenizerFacts(made.to_str(), {}, {}, False, False))
+    codec = TextCodec(TokenizerFacts(made.to_str(), {}, {}, False, False))
+    described = Described("", codec.facts, codec.vocabulary(), {}, {})
     nothing: Any = None
+    tokenizer = ModelTokenizer(described, nothing, nothing)
     return Call(nothing, nothing, Complete("m", **more), tokenizer)
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import time
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +15,14 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from phaseloom.common.contract.arrays import int32s
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.specs import ModelDirectory, ModelFile, RegisteredModel
 from phaseloom.common.tensors.modelfiles import file_blake3
-from phaseloom.common.text.files import read_tokenizer
+from phaseloom.common.text.codec import TextCodec
+from phaseloom.common.text.files import TokenizerFacts, read_tokenizer
 from phaseloom.gateway.core.templates import rendered
-from phaseloom.gateway.tokenizers import ModelTokenizer, Tokenizers
+from phaseloom.gateway.tokenizers import Tokenizers
 
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n", "é"]
 TOOLS = [
@@ -50,10 +56,10 @@ TEMPLATE = """{{ bos_token }}{% if tools %}{% for tool in tools %}{{ tool | tojs
 
 
 def chat(
-    tokenizer: ModelTokenizer, messages: list[dict[str, Any]], values: dict[str, Any]
+    facts: TokenizerFacts, messages: list[dict[str, Any]], values: dict[str, Any]
 ) -> list[int]:
-    text = rendered(tokenizer.templates, tokenizer.special_texts, messages, values)
-    return tokenizer.encode(text)
+    text = rendered(facts.chat_templates, facts.special_tokens, messages, values)
+    return TextCodec(facts).encode(text)
 
 
 @pytest.fixture
@@ -74,7 +80,7 @@ def test_template_is_rendered_as_transformers_does(directory: Path) -> None:
     expected = factory.from_pretrained(directory).apply_chat_template(
         MESSAGES, tools=TOOLS, add_generation_prompt=True, return_dict=False
     )
-    tokenizer = ModelTokenizer(read_tokenizer(directory))
+    tokenizer = read_tokenizer(directory)
     assert chat(tokenizer, MESSAGES, {"tools": TOOLS}) == expected
     # OpenAI's clients send parts of text, and the arguments of calls as JSON.
     as_sent: Any = [
@@ -93,7 +99,7 @@ def test_template_is_rendered_as_transformers_does(directory: Path) -> None:
 def test_what_a_template_cannot_tell_is_refused(directory: Path) -> None:
     def refused(messages: list[dict[str, Any]], values: dict[str, Any], field: str) -> None:
         with pytest.raises(CallerError) as caught:
-            chat(ModelTokenizer(read_tokenizer(directory)), messages, values)
+            chat(read_tokenizer(directory), messages, values)
         assert caught.value.info.field == field
         assert caught.value.info.remedy
 
@@ -116,14 +122,14 @@ def test_tools_have_a_template_of_their_own_where_a_model_has_one(directory: Pat
     config = directory / "tokenizer_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": two}))
     expected = factory.from_pretrained(directory).apply_chat_template
-    tokenizer = ModelTokenizer(read_tokenizer(directory))
+    tokenizer = read_tokenizer(directory)
     for tools in (None, TOOLS):
         told = expected(MESSAGES, tools=tools, add_generation_prompt=True, return_dict=False)
         assert chat(tokenizer, MESSAGES, {"tools": tools} if tools else {}) == told
 
 
 def test_text_has_the_tokens_that_begin_one_where_asked_for(directory: Path) -> None:
-    tokenizer = ModelTokenizer(read_tokenizer(directory))
+    tokenizer = TextCodec(read_tokenizer(directory))
     assert tokenizer.encode("a", special=True) == [0, *tokenizer.encode("a")]
 
 
@@ -152,7 +158,7 @@ def test_template_that_goes_through_parts_gets_them(directory: Path, template: s
     (directory / "chat_template.jinja").write_text(template)
     factory: Any = PreTrainedTokenizerFast
     theirs = factory.from_pretrained(directory).apply_chat_template
-    tokenizer = ModelTokenizer(read_tokenizer(directory))
+    tokenizer = read_tokenizer(directory)
     messages: list[dict[str, Any]] = [{"role": "user", "content": PARTS}]
     assert chat(tokenizer, messages, {}) == theirs(messages, return_dict=False)
     text = [{"role": "user", "content": "a b"}]
@@ -165,7 +171,7 @@ def test_other_templates_get_one_text(directory: Path, template: str) -> None:
     (directory / "chat_template.jinja").write_text(template)
     factory: Any = PreTrainedTokenizerFast
     theirs = factory.from_pretrained(directory).apply_chat_template
-    tokenizer = ModelTokenizer(read_tokenizer(directory))
+    tokenizer = read_tokenizer(directory)
     joined = theirs(
         [{"role": "user", "content": " a \nb"}], add_generation_prompt=True, return_dict=False
     )
@@ -178,25 +184,94 @@ def registered(directory: Path) -> RegisteredModel:
 
 
 async def test_tokenizer_is_read_once_and_again_after_a_failure(directory: Path) -> None:
-    tokenizers = Tokenizers()
     base = registered(directory)
     content = (directory / "tokenizer.json").read_text()
     (directory / "tokenizer.json").write_text("{")
-    with pytest.raises(CallerError) as raised:
-        await tokenizers.of(base)
-    assert raised.value.info.field == "model"
-    assert raised.value.info.code is Code.FAILED_PRECONDITION
-    (directory / "tokenizer.json").write_text(content)
-    first, second = await asyncio.gather(tokenizers.of(base), tokenizers.of(base))
-    assert first is second
-    (directory / "tokenizer.json").write_text(content + "\n")
-    assert await tokenizers.of(registered(directory)) is not first, "its files differ"
+    async with Tokenizers() as tokenizers:
+        with pytest.raises(CallerError) as raised:
+            await tokenizers.of(base)
+        assert raised.value.info.field == "model"
+        assert raised.value.info.code is Code.FAILED_PRECONDITION
+        (directory / "tokenizer.json").write_text(content)
+        first, second = await asyncio.gather(tokenizers.of(base), tokenizers.of(base))
+        assert first is second
+        (directory / "tokenizer.json").write_text(content + "\n")
+        assert await tokenizers.of(registered(directory)) is not first, "its files differ"
 
 
 async def test_files_that_differ_from_the_registered_ones_are_a_loss(directory: Path) -> None:
     """A gateway that starts later must not speak with other tokens."""
     model, file = registered(directory), directory / "tokenizer_config.json"
     file.write_text(file.read_text() + "\n")
-    with pytest.raises(ResourceError, match=file.name) as lost:
-        await Tokenizers().of(model)
+    async with Tokenizers() as tokenizers:
+        with pytest.raises(ResourceError, match=file.name) as lost:
+            await tokenizers.of(model)
     assert lost.value.info.code is Code.DATA_LOSS
+
+
+async def test_texts_are_encoded_and_decoded_as_in_one_process(directory: Path) -> None:
+    codec = TextCodec(read_tokenizer(directory))
+    texts = ["", "hello", "a b" * 9999, "\x00é"]
+    async with Tokenizers() as tokenizers:
+        tokenizer = await tokenizers.of(registered(directory))
+        for special in (False, True):
+            packed = await tokenizer.encode(texts, 99_999, "acme", special=special)
+            assert [*map(int32s, packed)] == [codec.encode(t, special=special) for t in texts]
+        tokens = [*codec.encode(texts[2], special=True), 10_000]
+        for special in (False, True):
+            assert tokenizer.decode(tokens, special=special) == codec.decode(
+                tokens, special=special
+            )
+            assert tokenizer.visible(tokens, special=special) == codec.visible(
+                tokens, special=special
+            )
+        with pytest.raises(CallerError, match="a prompt must have at most 9 tokens, got about"):
+            await tokenizer.encode(texts, 9, "acme")
+
+
+def processes_of(parent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+async def test_text_is_encoded_again_if_its_process_is_killed(directory: Path) -> None:
+    base, text = registered(directory), "a b" * 300_000
+    async with Tokenizers() as tokenizers:
+        tokenizer = await tokenizers.of(base)
+        (server,) = processes_of(os.getpid())
+        for victims in (processes_of(server), [server]):
+            encoding = asyncio.create_task(tokenizer.encode([text], len(text), "acme"))
+            await tokenizer.encode(["a"], 9, "other")  # the long text's process works now
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
+            (packed,) = await encoding
+            assert len(packed) == 4 * len(text)
+        os.kill(*processes_of(os.getpid()), signal.SIGKILL)
+        file = directory / "tokenizer.json"
+        file.write_text(file.read_text().replace('"a"', '"ä"'))
+        with pytest.raises(ResourceError, match="differs") as lost:
+            await tokenizer.encode(["a"], 9, "acme")
+        assert lost.value.info.code is Code.DATA_LOSS
+
+
+async def longest_pause_s(work: Awaitable[object]) -> float:
+    """How late a timer of this event loop fires at worst until some work is done."""
+    working = asyncio.ensure_future(work)
+    longest_s, start_s = 0.0, time.monotonic()
+    while not working.done():
+        await asyncio.sleep(0.002)
+        longest_s, start_s = max(longest_s, time.monotonic() - start_s), time.monotonic()
+    await working
+    return longest_s
+
+
+async def test_loop_runs_while_a_large_tokenizer_is_loaded(tmp_path: Path) -> None:
+    vocabulary = {f"w{number:07}": number for number in range(150_000)}
+    large = Tokenizer(models.WordLevel(vocabulary, unk_token="w0000000"))
+    large.pre_tokenizer = pre_tokenizers.Whitespace()
+    large.save(str(tmp_path / "tokenizer.json"))
+    facts = TokenizerFacts(large.to_str(), {}, {}, False, False)
+    async with Tokenizers() as tokenizers:
+        pause_s = await longest_pause_s(tokenizers.of(registered(tmp_path)))
+        tokenizer = await tokenizers.of(registered(tmp_path))
+        assert tokenizer.decode([149_999]) == "w0149999"
+    assert await longest_pause_s(asyncio.to_thread(TextCodec, facts)) > 4 * pause_s

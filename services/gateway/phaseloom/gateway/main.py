@@ -13,7 +13,7 @@ from aiohttp import web
 
 from phaseloom.client import CallerError, connect
 from phaseloom.common.process import config, lifecycle
-from phaseloom.common.process.workers import Turns, WorkerPool
+from phaseloom.common.process.workers import WorkerPool
 from phaseloom.common.transport import connection
 from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
 from phaseloom.common.transport.serving import service_bus
@@ -44,7 +44,7 @@ _WORKER_MODULES = (
 )
 _NUM_WORKERS = 3
 _MAX_WAITING = 1024
-"""Calls of one tenant that may wait for a worker process or for a thread."""
+"""Calls of one tenant that may wait for a worker process."""
 _END_S = 2.0
 """Time that calls waiting for a promise may continue after a stop was requested."""
 
@@ -143,9 +143,8 @@ async def serve(stop: asyncio.Event) -> None:
             app.add_routes(checkpoints.routes)
             app.add_routes(openai.routes)
             app[REPLICA] = Replica(settings.keys, seats)
-            app[TOKENIZERS] = Tokenizers()
-            app[openai.ENCODING] = Turns(num_slots=2, slots_per_key=1, max_waiting=_MAX_WAITING)
-            async with peers() as app[PEERS], workers() as app[WORKERS]:
+            async with peers() as app[PEERS], workers() as app[WORKERS], Tokenizers() as texts:
+                app[TOKENIZERS] = texts
                 await _listen(app, settings, listener, seats, stop)
 
 

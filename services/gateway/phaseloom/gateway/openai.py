@@ -32,8 +32,8 @@ from phaseloom.client import (
     int32s,
     outcome_of,
 )
+from phaseloom.common.contract.arrays import length
 from phaseloom.common.process import lifecycle
-from phaseloom.common.process.workers import Turns
 from phaseloom.common.text.parts import TextParts
 from phaseloom.gateway.core import bodies
 from phaseloom.gateway.core.bodies import Asked, Body, Chat, Complete, StreamOptions, Tokens
@@ -44,7 +44,7 @@ from phaseloom.gateway.records import CheckpointRecord
 from phaseloom.gateway.replicas import HUNG_UP, LOOK_S, content_of
 from phaseloom.gateway.sampling import Source, check_samples, source_of
 from phaseloom.gateway.tenants import Tenant
-from phaseloom.gateway.tokenizers import TOKENIZERS, ModelTokenizer, Turn
+from phaseloom.gateway.tokenizers import TOKENIZERS, ModelTokenizer
 
 PREFIX = "/v1"
 _NEVER = -9999.0
@@ -53,8 +53,6 @@ _MAX_ANSWER_BYTES = 128 * 2**20
 """Maximum bytes of the tokens and log-probabilities of an answer."""
 _RENDER_S = 2.0
 """Processor time that rendering a chat template may take."""
-ENCODING: web.AppKey[Turns] = web.AppKey("encoding", Turns)
-"""The turns in which tenants use threads to encode long texts."""
 
 routes = web.RouteTableDef()
 
@@ -80,29 +78,31 @@ class Call:
         spelling = _token_id(token) if self.body.return_tokens_as_token_ids else text
         return spelling, [*self.tokenizer.token_bytes(token, text)]
 
-    def text(self, prompt: list[int]) -> TextParts:
-        """Create a `TextParts` for the text of one sample of a prompt."""
+    def text(self, prompt: bytes) -> TextParts:
+        """Create a `TextParts` for the text of one sample of a packed prompt."""
         assert self.tokenizer is not None
         return TextParts(
             self.tokenizer,
-            prompt,
+            memoryview(prompt).cast("i"),
             _stops(self.body),
             includes_stop=self.body.include_stop_str_in_output,
         )
 
-    async def submit(self, tokens: list[int], limit: int, top: int) -> GenerateHandle:
+    async def submit(self, tokens: bytes, limit: int, top: int) -> GenerateHandle:
         """Submit a `generate` that continues a prompt.
 
-        Args:   limit: maximum new tokens.
+        Args:   tokens: the prompt, packed.
+                limit: maximum new tokens.
                 top: number of likeliest tokens at each position whose log-probabilities are
                     returned.
         Raises: CallerError: the prompt fills the context.
         """
         check_samples(self.body.n, "n")
-        room = self.source.context - len(tokens)
+        num_tokens = length(tokens)
+        room = self.source.context - num_tokens
         if room < 1 or not tokens:
             raise CallerError(
-                f"a prompt must have 1 to {self.source.context - 1} tokens, got {len(tokens)}",
+                f"a prompt must have 1 to {self.source.context - 1} tokens, got {num_tokens}",
                 field="prompt",
                 remedy=f"use 1 to {self.source.context - 1}",
             )
@@ -144,10 +144,6 @@ class Form:
 async def _read(request: web.Request, kind: type[Asked | Tokens]) -> Body:
     """Read the body of a request. Raises: CallerError: as `bodies.read`."""
     return await worked_out(request, bodies.read, await content_of(request), kind.__name__)
-
-
-def _turn(request: web.Request, tenant: Tenant) -> Turn:
-    return lambda: request.app[ENCODING].turn(tenant.name)
 
 
 def _stops(body: Asked) -> list[str]:
@@ -201,14 +197,13 @@ async def completions(request: web.Request) -> web.StreamResponse:
     source = await source_of(tenant, body.model)
     tokenizer = await request.app[TOKENIZERS].of(source.base)
     call = Call(tenant, source, body, tokenizer)
-    prompts = [
-        int32s(prompt.tokens)
-        if prompt.text is None
-        else await tokenizer.encode_within(
-            prompt.text, source.context, _turn(request, tenant), special=body.add_special_tokens
+    texts = [prompt.text for prompt in given.prompts if prompt.text is not None]
+    if texts:  # then all prompts are texts
+        prompts = await tokenizer.encode(
+            texts, source.context, tenant.name, special=body.add_special_tokens
         )
-        for prompt in given.prompts
-    ]
+    else:
+        prompts = [prompt.tokens for prompt in given.prompts]
 
     def choice(index: int, part: Part) -> dict[str, Any]:
         piece = part.piece
@@ -221,7 +216,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         if body.return_token_ids:
             written["token_ids"] = piece.tokens
             if not piece.offset:
-                written["prompt_token_ids"] = prompts[piece.prompt]
+                written["prompt_token_ids"] = int32s(prompts[piece.prompt])
         return written
 
     form = Form(
@@ -252,7 +247,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
         what=f"the chat template of model {source.base.name!r}",
         key=tenant.name,
     )
-    tokens = await tokenizer.encode_within(text, source.context, _turn(request, tenant))
+    (prompt,) = await tokenizer.encode([text], source.context, tenant.name)
     message = "delta" if body.stream else "message"
 
     def choice(index: int, part: Part) -> dict[str, Any]:
@@ -272,11 +267,11 @@ async def chat(request: web.Request) -> web.StreamResponse:
         _envelope("chatcmpl", "chat.completion", body.model),
         choice,
         "chat.completion.chunk",
-        {"prompt_token_ids": tokens} if body.return_token_ids else {},
+        {"prompt_token_ids": int32s(prompt)} if body.return_token_ids else {},
     )
     limits = (body.max_completion_tokens, body.max_tokens, call.source.context)
     limit = next(bound for bound in limits if bound is not None)
-    return await _answer(request, call, form, [tokens], limit=limit, top=body.top_logprobs or 0)
+    return await _answer(request, call, form, [prompt], limit=limit, top=body.top_logprobs or 0)
 
 
 def _check_chat(body: Chat) -> None:
@@ -318,7 +313,7 @@ async def tokens(request: web.Request) -> web.StreamResponse:
         }
 
     form = Form({"request_id": body.request_id or uuid.uuid4().hex}, choice, has_text=False)
-    prompts = [int32s(prompt.tokens) for prompt in given.prompts]
+    prompts = [prompt.tokens for prompt in given.prompts]
     limit = _DEFAULT_TOKENS if params.max_tokens is None else params.max_tokens
     return await _answer(request, call, form, prompts, limit=limit, top=params.logprobs or 0)
 
@@ -395,7 +390,7 @@ async def _answer(
     request: web.Request,
     call: Call,
     form: Form,
-    prompts: list[list[int]],
+    prompts: list[bytes],
     *,
     limit: int,
     top: int,
@@ -411,7 +406,7 @@ async def _answer(
             remedy="request fewer tokens, samples or log-probabilities, or send several requests",
         )
 
-    async def submitted(tokens: list[int]) -> GenerateHandle:
+    async def submitted(tokens: bytes) -> GenerateHandle:
         handle = await call.submit(tokens, limit, top)
         handles.append(handle)
         return handle
@@ -444,9 +439,7 @@ async def _answer(
 class _Answer:
     """One answer, written whole or as a stream."""
 
-    def __init__(
-        self, request: web.Request, call: Call, prompts: list[list[int]], form: Form
-    ) -> None:
+    def __init__(self, request: web.Request, call: Call, prompts: list[bytes], form: Form) -> None:
         self._request = request
         self._call = call
         self._form = form
@@ -531,7 +524,7 @@ class _Answer:
         return self._form.choice(index, Part(piece, text, offsets, is_first))
 
     def _usage(self) -> dict[str, int]:
-        prompt_tokens = sum(map(len, self._prompts))
+        prompt_tokens = sum(map(length, self._prompts))
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": self._num_drawn,

@@ -1,120 +1,125 @@
-"""A registered model's tokenizer and chat template."""
+"""A registered model's tokenizer and chat template.
+
+Loading a tokenizer can take seconds, in which the library lets no other thread run, and encoding
+long texts takes a processor. Worker processes of each model do both. Tokens are decoded here: that
+needs only the vocabulary's spellings and the decoder.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import nullcontext
 
-import msgspec
 from aiohttp import web
 
-from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.specs import RegisteredModel
-from phaseloom.common.process.diewithparent import launcher
+from phaseloom.common.process.workers import Turns, WorkerPool
 from phaseloom.common.tensors.modelfiles import check_companions, is_companion
-from phaseloom.common.text import files
-from phaseloom.common.text.codec import TextCodec
-from phaseloom.common.text.files import TokenizerFacts
+from phaseloom.common.text.codec import TextDecoder
+from phaseloom.gateway import encoding
+from phaseloom.gateway.encoding import Described
+from phaseloom.gateway.replicas import MAX_CALLS
 
 _MAX_TOKENIZERS = 64
-_READ_S = 120.0
-_SHORT_CHARS = 2048
-"""A text up to this length is encoded at once."""
-_SLICE_CHARS = 2**16
-_CUT_TOKENS = 64
-"""Tokens that a cut between two slices may add."""
-Turn = Callable[[], AbstractAsyncContextManager[None]]
+_LOADING = 2
+"""Tokenizers that are loaded at once."""
+_SHORT_CHARS = 2**14
+"""Texts up to this length together are encoded out of turn."""
+_NUM_WORKERS = 3
+"""Worker processes of a model. Long texts use at most two of them."""
+_MEMORY_BYTES = 2**30
+_ENCODE_S = 60.0
+_DESCRIBE_S = 30.0
 
 
-class ModelTokenizer(TextCodec):
+class ModelTokenizer(TextDecoder):
     """The tokenizer and the chat templates of one model."""
 
-    def __init__(self, facts: TokenizerFacts) -> None:
-        super().__init__(facts)
-        self.templates = facts.chat_templates
-        self.special_texts = facts.special_tokens
+    def __init__(self, described: Described, pool: WorkerPool, long_texts: Turns) -> None:
+        """Args: long_texts: the turns in which tenants have long texts encoded."""
+        super().__init__(described.decoder, described.vocabulary.reader())
+        self.templates = described.chat_templates
+        self.special_texts = described.special_texts
+        self.pool = pool
+        self._digest = described.digest
+        self._long_texts = long_texts
 
-    async def encode_within(
-        self, text: str, num_tokens: int, turn: Turn, *, special: bool = False
-    ) -> list[int]:
-        """Encode a text in a thread, if it has at most so many tokens.
+    async def encode(
+        self, texts: list[str], num_tokens: int, tenant: str, *, special: bool = False
+    ) -> list[bytes]:
+        """Encode texts. Returns: the tokens of each as 32-bit integers.
 
-        Args:   turn: the tenant's turn to use the threads.
-        Raises: CallerError: it has more.
+        Args:   num_tokens: maximum number of tokens of one text.
+                special: whether to add special tokens, such as the initial one.
+        Raises: CallerError: a text has more tokens. ResourceError: the tokenizer's files have
+                changed, or the tenant has too many calls.
         """
-        if len(text) <= _SHORT_CHARS:
-            return self.encode(text, special=special)
-        async with turn():
-            return await asyncio.to_thread(self._encode_within, text, num_tokens, special)
-
-    def _encode_within(self, text: str, num_tokens: int, special: bool) -> list[int]:
-        # Count slices first: encoding needs 170 times the memory of a text. A slice may cut words.
-        count = 0
-        for start in range(0, len(text), _SLICE_CHARS):
-            count += self.num_tokens(text[start : start + _SLICE_CHARS])
-            num_slices = start // _SLICE_CHARS + 1
-            if count > 2 * num_tokens + _CUT_TOKENS * num_slices:
-                raise CallerError(
-                    f"a prompt must have at most {num_tokens} tokens, got about "
-                    f"{count * len(text) // min(len(text), num_slices * _SLICE_CHARS)}",
-                    field="prompt",
-                    remedy="shorten it",
-                )
-        return self.encode(text, special=special)
+        is_short = sum(map(len, texts)) <= _SHORT_CHARS
+        async with nullcontext() if is_short else self._long_texts.turn(tenant):
+            return await self.pool.run(
+                encoding.encode,
+                self._digest,
+                texts,
+                num_tokens,
+                special,
+                deadline_s=_ENCODE_S,
+                what="the text",
+                key=tenant,
+            )
 
 
 class Tokenizers:
-    """The tokenizers of models. Each is read once, by a process of its own."""
+    """The tokenizers of models, with the worker processes of each."""
 
     def __init__(self) -> None:
         self._tokenizers: dict[tuple[str, ...], ModelTokenizer] = {}
         self._locks: defaultdict[tuple[str, ...], asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._loading = asyncio.Semaphore(_LOADING)
+        self._long_texts = Turns(num_slots=2, slots_per_key=1, max_waiting=MAX_CALLS)
+
+    async def __aenter__(self) -> Tokenizers:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for tokenizer in self._tokenizers.values():
+            tokenizer.pool.close()
 
     async def of(self, base: RegisteredModel) -> ModelTokenizer:
-        """Raises: CallerError: FAILED_PRECONDITION: the tokenizer cannot be read. ResourceError:
-        DATA_LOSS: its files are not those that were registered."""
+        """Return the tokenizer of a model. The first call of a model waits until it is loaded.
+
+        Raises: CallerError: FAILED_PRECONDITION: the tokenizer cannot be read. ResourceError:
+                DATA_LOSS: its files are not those that were registered.
+        """
         hashes = (file.blake3 for file in base.directory.files if is_companion(file.name))
         key = (base.directory.path, *hashes)
         async with self._locks[key]:
-            if key not in self._tokenizers:
-                tokenizer = await _read(base)
+            tokenizer = self._tokenizers.pop(key, None) or await self._load(base)
+            self._tokenizers[key] = tokenizer  # the newest one comes last
+            if len(self._tokenizers) > _MAX_TOKENIZERS:
+                self._tokenizers.pop(next(iter(self._tokenizers))).pool.close()
+        return tokenizer
+
+    async def _load(self, base: RegisteredModel) -> ModelTokenizer:
+        pool = WorkerPool(
+            [encoding.__name__],
+            num_workers=_NUM_WORKERS,
+            memory_bytes=_MEMORY_BYTES,
+            max_waiting=MAX_CALLS,
+            prepare=encoding.load,
+            argument=base.directory.path,
+        )
+        try:
+            async with self._loading:
+                described = await pool.run(
+                    encoding.describe, base.name, deadline_s=_DESCRIBE_S, what="the tokenizer"
+                )
                 # After the reading: a change before it or meanwhile is found.
                 await asyncio.to_thread(check_companions, base)
-                if len(self._tokenizers) == _MAX_TOKENIZERS:
-                    del self._tokenizers[next(iter(self._tokenizers))]
-                self._tokenizers[key] = tokenizer
-        return self._tokenizers[key]
+            return ModelTokenizer(described, pool, self._long_texts)
+        except BaseException:
+            pool.close()
+            raise
 
 
 TOKENIZERS = web.AppKey("tokenizers", Tokenizers)
-
-
-async def _read(base: RegisteredModel) -> ModelTokenizer:
-    process = await asyncio.create_subprocess_exec(
-        *launcher([sys.executable, "-m", files.__name__, base.directory.path]),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(_READ_S):
-            output, errors = await process.communicate()
-        if process.returncode:
-            raise ValueError(errors.decode(errors="replace").strip().rpartition("\n")[2])
-        facts = msgspec.json.decode(output, type=TokenizerFacts)
-        # The library raises plain Exceptions, and parsing a large file takes it a second.
-        return await asyncio.to_thread(ModelTokenizer, facts)
-    except Exception as error:
-        raise CallerError(
-            f"the tokenizer of model {base.name!r} cannot be read: {error or 'it takes too long'}",
-            code=Code.FAILED_PRECONDITION,
-            field="model",
-            remedy="send tokens, or register the model with its tokenizer.json",
-        ) from error
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
