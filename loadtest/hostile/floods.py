@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -52,6 +52,8 @@ _TIMEOUT_S = 60.0
 _JSON_ROW_TOKENS = 4096
 _CALLS_IN_FLIGHT = 300
 _CALL_ROUNDS = 10
+_DRAIN_S = 300.0
+_LOOK_S = 0.5
 
 
 def spec(pool: str) -> DeploymentSpec:
@@ -126,6 +128,18 @@ class Flooder:
                 group.create_task(keep_publishing())
         return stored
 
+    async def ended(self, seq: int) -> None:
+        """Wait until an operation and all before it have outcomes."""
+        request = ResultRequest(self.deployment.job, self.deployment.deployment, str(seq))
+        async with asyncio.timeout(_DRAIN_S):
+            while True:
+                with suppress(PhaseloomError):
+                    await call_api(
+                        self.client, self.deployment.tenant, "result.get", request, ResultReply
+                    )
+                    return
+                await asyncio.sleep(_LOOK_S)
+
     async def call(self, call: str, request: object, answer: type[object], in_flight: int) -> int:
         """Make an API call over and over, with many at once. Returns: how many succeeded."""
         succeeded = 0
@@ -161,12 +175,12 @@ def _parts(deployment: DeploymentKey) -> tuple[str, str, str]:
 
 async def bulk_generate(flooder: Flooder, number: int = 10_000) -> int:
     """Many small operations that nobody awaits."""
-    return await flooder.publish(_generates(flooder, number), flooder.next_seq)
+    return await flooder.publish(generates(flooder, number), flooder.next_seq)
 
 
 async def behind_a_gap(flooder: Flooder, number: int = 20_000) -> int:
     """Many small operations that wait for a sequence number that is never sent."""
-    return await flooder.publish(_generates(flooder, number), flooder.next_seq + 1)
+    return await flooder.publish(generates(flooder, number), flooder.next_seq + 1)
 
 
 async def large_json(flooder: Flooder, number: int = 60) -> int:
@@ -219,9 +233,11 @@ FLOODS: dict[str, Callable[[Flooder], Awaitable[int]]] = {
     "get_results": get_results,
 }
 """Name → a flood, which returns how many operations were stored or calls succeeded."""
+OPERATIONS = ("bulk_generate", "behind_a_gap", "large_json", "many_prompts")
+"""The floods of operations, which the mesh goes on with after they are stored."""
 
 
-def _generates(flooder: Flooder, number: int) -> Iterator[bytes]:
+def generates(flooder: Flooder, number: int) -> Iterator[bytes]:
     prompts, sampling = _PROMPTS, _SAMPLING
     for n in range(number):
         yield encode(Operation(f"flood-{n}", flooder.session, Generate(prompts, sampling)))

@@ -1,9 +1,10 @@
 """What one tenant, or a fault of a process, can do to another tenant at work.
 
 *Floods*: one tenant sends all that it may, another works at 20 operations a second. Rounds of all
-floods alternate with rest. Each flood is sent twice in a row, which shows whether memory grows with
-repetition. *Faults*: a process hangs or lacks something for some seconds, and a job takes steps
-meanwhile. Its weights must be those of a job that nobody disturbed.
+floods alternate with rest. Each flood is sent twice, the second time once the operations of the
+first have ended, which shows whether memory grows with repetition. *Faults*: a process hangs or
+lacks something for some seconds, and a job takes steps meanwhile. Its weights must be those of a
+job that nobody disturbed.
 """
 
 from __future__ import annotations

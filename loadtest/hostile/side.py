@@ -12,7 +12,7 @@ import sys
 import msgspec
 import uvloop
 
-from loadtest.hostile.floods import FLOODS, Flooder, Latencies, victim
+from loadtest.hostile.floods import FLOODS, OPERATIONS, Flooder, Latencies, generates, victim
 from loadtest.hostile.web import long_text, web_victim
 from phaseloom.client import connect
 
@@ -21,7 +21,13 @@ async def _flood(name: str, url: str, tenant: str, password: str, job: str) -> i
     async with Flooder.connected(url, tenant, password, job) as flooder:
         print("ready", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
-        return await FLOODS[name](flooder)
+        accepted = await FLOODS[name](flooder)
+        if name in OPERATIONS:
+            first, last = flooder.next_seq, flooder.next_seq + accepted - 1
+            if name == "behind_a_gap":  # fill it
+                last += await flooder.publish(generates(flooder, 1), first)
+            await flooder.ended(last)
+        return accepted
 
 
 async def _victim(url: str, tenant: str, password: str, job: str) -> Latencies:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,21 @@ from loadtest.hostile.floods import VICTIM_RATE, Latencies
 _TEXT = "the quick brown fox jumps over the lazy dog 12 " * 350_000
 """16 MiB of text, far above the context of the model."""
 _REQUESTS = 6
+_BURSTS = 3
+"""A body is in the memory of one or two replicas, depending on which of them accepts it. Several
+bursts make the peak of a flood independent of that."""
 _NO_ANSWER = 0
 _TIMEOUT = aiohttp.ClientTimeout(total=120)
 
 
 async def long_text(url: str, key: str, model: str) -> int:
     """Completions of prompts that are much too long. Returns: how many were refused with 400."""
-    async with _session(url, key) as session:
-        statuses = await asyncio.gather(
-            *(_complete(session, model, _TEXT) for _ in range(_REQUESTS)), return_exceptions=True
-        )
+    body = json.dumps(_body(model, _TEXT)).encode()
+    statuses: list[int] = []
+    for _ in range(_BURSTS):
+        async with _session(url, key) as session:
+            bodies = [io.BytesIO(body) for _ in range(_REQUESTS)]
+            statuses += await asyncio.gather(*(_complete(session, data) for data in bodies))
     return statuses.count(400)
 
 
@@ -34,7 +41,7 @@ async def web_victim(url: str, key: str, model: str, stop: asyncio.Event) -> Lat
     async with _session(url, key) as session, asyncio.TaskGroup() as group:
 
         async def measured(due_s: float) -> None:
-            statuses.append(await _complete(session, model, [1, 2, 3]))
+            statuses.append(await _complete(session, json.dumps(_body(model, [1, 2, 3])).encode()))
             taken_s.append(time.perf_counter() - due_s)
 
         due_s = time.perf_counter()
@@ -50,10 +57,14 @@ def _session(url: str, key: str) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(url, headers=headers, timeout=_TIMEOUT)
 
 
-async def _complete(session: aiohttp.ClientSession, model: str, prompt: Any) -> int:
-    body = {"model": model, "prompt": prompt, "max_tokens": 1}
+def _body(model: str, prompt: Any) -> dict[str, Any]:
+    return {"model": model, "prompt": prompt, "max_tokens": 1}
+
+
+async def _complete(session: aiohttp.ClientSession, body: bytes | io.BytesIO) -> int:
+    headers = {"Content-Type": "application/json"}
     try:
-        async with session.post("/v1/completions", json=body) as answer:
+        async with session.post("/v1/completions", data=body, headers=headers) as answer:
             await answer.read()
             return answer.status
     except (aiohttp.ClientError, TimeoutError):

@@ -275,8 +275,8 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("registry",),
     ],
     "phaseloom.gateway": [
-        ("core", "futures", "models", "records", "tokenizers"),
-        ("tenants",),
+        ("core", "encoding", "futures", "models", "records"),
+        ("tenants", "tokenizers"),
         ("replicas", "sampling"),
         ("http",),
         ("checkpoints",),

@@ -169,3 +169,26 @@ async def test_waiting_keys_go_in_turn() -> None:
         await asyncio.sleep(0)
     await asyncio.wait(tasks)
     assert order == ["a", "b", "c", "a", "b"]
+
+
+async def test_call_that_finds_the_server_just_killed_runs_in_another_one() -> None:
+    async with running_pool() as pool:
+        server = await pool.run(parent_pid, "", deadline_s=_DEADLINE_S, what="it")
+        os.kill(await call_pid(pool), signal.SIGKILL)
+        os.kill(server, signal.SIGKILL)  # nobody has noticed it yet
+        assert await pool.run(parent_pid, "", deadline_s=_DEADLINE_S, what="it") != server
+
+
+def prepare(text: str) -> None:
+    os.environ["PREPARED"] = text
+
+
+def prepared(_: str) -> str:
+    return os.environ["PREPARED"]
+
+
+async def test_workers_have_what_was_prepared_and_a_closed_pool_starts_none() -> None:
+    async with WorkerPool([__name__], prepare=prepare, argument="it") as pool:
+        assert await pool.run(prepared, "", deadline_s=_DEADLINE_S, what="it") == "it"
+    with pytest.raises(ResourceError, match="closed"):
+        await pool.run(prepared, "", deadline_s=_DEADLINE_S, what="it")

@@ -245,7 +245,8 @@ async def test_text_is_encoded_again_if_its_process_is_killed(directory: Path) -
                 os.kill(pid, signal.SIGKILL)
             (packed,) = await encoding
             assert len(packed) == 4 * len(text)
-        os.kill(*processes_of(os.getpid()), signal.SIGKILL)
+        (server,) = processes_of(os.getpid())
+        os.kill(server, signal.SIGKILL)
         file = directory / "tokenizer.json"
         file.write_text(file.read_text().replace('"a"', '"ä"'))
         with pytest.raises(ResourceError, match="differs") as lost:

@@ -214,6 +214,7 @@ def _inherited_socket() -> socket.socket:
 
 
 def main() -> None:
+    lifecycle.return_large_blocks()
     lifecycle.run("gateway", serve)
 
 

@@ -19,7 +19,6 @@ from phaseloom.common.tensors.modelfiles import check_companions, is_companion
 from phaseloom.common.text.codec import TextDecoder
 from phaseloom.gateway import encoding
 from phaseloom.gateway.encoding import Described
-from phaseloom.gateway.replicas import MAX_CALLS
 
 _MAX_TOKENIZERS = 64
 _LOADING = 2
@@ -29,6 +28,8 @@ _SHORT_CHARS = 2**14
 _NUM_WORKERS = 3
 """Worker processes of a model. Long texts use at most two of them."""
 _MEMORY_BYTES = 2**30
+_MAX_WAITING = 8192
+"""Calls of a tenant that may wait: as many as it may have open."""
 _ENCODE_S = 60.0
 _DESCRIBE_S = 30.0
 
@@ -76,7 +77,7 @@ class Tokenizers:
         self._tokenizers: dict[tuple[str, ...], ModelTokenizer] = {}
         self._locks: defaultdict[tuple[str, ...], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._loading = asyncio.Semaphore(_LOADING)
-        self._long_texts = Turns(num_slots=2, slots_per_key=1, max_waiting=MAX_CALLS)
+        self._long_texts = Turns(num_slots=2, slots_per_key=1, max_waiting=_MAX_WAITING)
 
     async def __aenter__(self) -> Tokenizers:
         return self
@@ -105,7 +106,7 @@ class Tokenizers:
             [encoding.__name__],
             num_workers=_NUM_WORKERS,
             memory_bytes=_MEMORY_BYTES,
-            max_waiting=MAX_CALLS,
+            max_waiting=_MAX_WAITING,
             prepare=encoding.load,
             argument=base.directory.path,
         )

@@ -131,6 +131,7 @@ async def _provision(bus: Bus, tenant: str, max_bytes: int) -> None:
 
 
 def main() -> None:
+    lifecycle.return_large_blocks()
     lifecycle.run("router", serve)
 
 

@@ -424,13 +424,15 @@ class Router:
         await self._bus.log.append(SessionOpened(job, session), msg_id=f"session:{job}:{session}")
         # Read the streams only now: older sessions are over and can no longer add operations.
         subjects = f"{streams.PREFIX}.op.{job}.>"
-        operations = results.stored_seqs(
-            await self._bus.stored.subjects(streams.ops_stream(tenant), subjects)
+        stored_ops = await self._bus.stored.subjects(streams.ops_stream(tenant), subjects)
+        done_subjects = f"{streams.PREFIX}.done.{job}.>"
+        stored_outcomes = await self._bus.stored.subjects(streams.DONE, done_subjects)
+        # In threads: a job may have tens of thousands of operations.
+        operations = await asyncio.to_thread(results.stored_seqs, stored_ops)
+        outcomes = await asyncio.to_thread(results.stored_seqs, stored_outcomes)
+        status, fillers = await asyncio.to_thread(
+            results.attach_status, job, status, operations, outcomes, request.numbered
         )
-        outcomes = results.stored_seqs(
-            await self._bus.stored.subjects(streams.DONE, f"{streams.PREFIX}.done.{job}.>")
-        )
-        status, fillers = results.attach_status(job, status, operations, outcomes, request.numbered)
         for filler in fillers:
             await self._log(filler, 0)
         stored = await self._bus.keys.get(Bucket.CHECKPOINTS, str(job))

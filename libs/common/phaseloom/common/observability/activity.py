@@ -117,6 +117,10 @@ class Activity:
     """Deployment → its open operations, in order of arrival."""
     _ready: dict[DeploymentKey, dict[OperationKey, _OpenOperation]] = field(default_factory=dict)
     """The ready operations among `_open`."""
+    _dependents: dict[tuple[JobKey, str, int | None], list[OperationKey]] = field(
+        default_factory=dict
+    )
+    """The operations that run after another one: after which job's deployment and `seq`."""
     _readiness: Readiness = field(default_factory=Readiness)
     _devices: dict[DeploymentKey, tuple[Device, ...]] = field(default_factory=dict)
     _incarnations: dict[DeploymentKey, int] = field(default_factory=dict)
@@ -155,6 +159,9 @@ class Activity:
                 else:
                     operations = self._open.setdefault(event.key.deployment_key, {})
                     operations.setdefault(event.key, _OpenOperation(event, time_s))
+                    for after in event.after:
+                        target = (event.key.job_key, after.deployment, after.seq)
+                        self._dependents.setdefault(target, []).append(event.key)
             case events.OperationFinished():
                 observations = [self._finish(event)]
             case events.CancelRequested(key=key):
@@ -228,6 +235,8 @@ class Activity:
         opened = self._drop(key)
         if event.outcome is not Outcome.COMPLETED:
             self._end_dependents(key)
+        else:
+            self._dependents.pop((key.job_key, key.deployment, key.seq), None)
         if event.kind in MUTATING_KINDS and not event.replay:
             # All lower `seq` have ended. Stop at the first higher one: it drops the rest.
             operations = self._open.get(key.deployment_key, {})
@@ -275,21 +284,12 @@ class Activity:
     def _end_dependents(self, key: OperationKey) -> None:
         # Follow `after` transitively: an operation that did not complete ends all its dependents.
         ended = [key]
-        job_operations = [o for d, o in self._open.items() if d.job_key == key.job_key]
         while ended:
-            ended_key = ended.pop()
-            dependents = [
-                dependent
-                for operations in job_operations
-                for dependent, opened in operations.items()
-                if any(
-                    after.deployment == ended_key.deployment and after.seq == ended_key.seq
-                    for after in opened.operation.after
-                )
-            ]
-            for dependent in dependents:
-                self._drop(dependent)
-            ended += dependents
+            target = ended.pop()
+            where = (target.job_key, target.deployment, target.seq)
+            for dependent in self._dependents.pop(where, ()):
+                if self._drop(dependent) is not None:
+                    ended.append(dependent)
 
     def _forget(self, job: JobKey) -> None:
         tables: tuple[dict[DeploymentKey, Any], ...]
@@ -300,6 +300,8 @@ class Activity:
         for keyed in tables:
             for key in [k for k in keyed if k.job_key == job]:
                 del keyed[key]
+        for target in [target for target in self._dependents if target[0] == job]:
+            del self._dependents[target]
 
     # --- switches -------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ healthy and do nothing.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import logging
 import os
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
 _CANCEL_AGAIN_S = 0.2
+_M_MMAP_THRESHOLD = -3
+_LARGE_BLOCK_BYTES = 2**20
 DIE_WITH_PARENT = f"{config.PREFIX}DIE_WITH_PARENT"
 
 _log_name: ContextVar[str] = ContextVar("speaker")
@@ -87,6 +90,15 @@ def die_with_parent() -> None:
         diewithparent.arm(parent_pid)
     # Children inherit this process's pid as the parent to die with.
     config.set_for_children(DIE_WITH_PARENT, str(os.getpid()))
+
+
+def return_large_blocks() -> None:
+    """Make this process return each large block of memory to the system as soon as it is freed.
+
+    By default the C library keeps freed blocks of up to 32 MiB once it has seen one, and payloads
+    of different sizes then break its heap into pieces.
+    """
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
 
 
 async def end(tasks: Collection[asyncio.Task[Any]]) -> None:

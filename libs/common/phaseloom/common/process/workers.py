@@ -21,6 +21,7 @@ import gc
 import importlib
 import os
 import resource
+import select
 import socket
 import struct
 import sys
@@ -146,10 +147,10 @@ class WorkerPool:
         """
         request = _request(function, arguments)
         async with self._turns.turn(key):
-            # A worker may have died before this call, but a new one dies only of the call.
-            for idle in (self._idle.pop() if self._idle else None, None):
+            # A worker may have been killed by others once, but two die only of the call.
+            for _ in range(2):
                 with contextlib.suppress(_WorkerDied):
-                    worker = idle or await self._start()
+                    worker = self._pop_idle() or await self._start()
                     answer = await self._answer(worker, request, deadline_s, what)
                     result: T = _result_decoder(function).decode(answer.result)
                     return result
@@ -183,6 +184,14 @@ class WorkerPool:
             raise to_exception(answer.error)
         return answer
 
+    def _pop_idle(self) -> _Worker | None:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.is_alive():
+                return worker
+            worker.end()
+        return None
+
     async def _start(self) -> _Worker:
         if self._is_closed:
             raise ResourceError("the pool of worker processes is closed", remedy="try again")
@@ -190,10 +199,15 @@ class WorkerPool:
             self._server = forkserver.ForkServer(
                 self._command, "see the log for the error that ended it"
             )
-        else:
-            self._server.restart_if_dead()
+        try:
+            return await self._fork(self._server)
+        except ResourceError:
+            return await self._fork(self._server)  # it had just died; now it is restarted
+
+    async def _fork(self, server: forkserver.ForkServer) -> _Worker:
+        server.restart_if_dead()
         # The first fork waits for the server's imports.
-        starting = asyncio.ensure_future(asyncio.to_thread(_fork_worker, self._server))
+        starting = asyncio.ensure_future(asyncio.to_thread(_fork_worker, server))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -310,6 +324,11 @@ class _Worker:
         except OSError:
             return 0.0
 
+    def is_alive(self) -> bool:
+        ending = select.poll()
+        ending.register(self._process.sentinel, select.POLLIN)
+        return not ending.poll(0)
+
     def end(self) -> None:
         """Kill the process."""
         self._process.kill()
@@ -363,6 +382,7 @@ def _result_decoder(function: Callable[..., Any]) -> msgspec.msgpack.Decoder[Any
 def main(memory_bytes: int, prepare: str, argument: str, modules: Sequence[str]) -> None:
     """Run as the server from which workers are forked."""
     lifecycle.die_with_parent()
+    lifecycle.return_large_blocks()
     os.nice(_NICENESS)
     server_pid = os.getpid()
 

@@ -58,8 +58,9 @@ _PEER_PINGS = 2
 """A server considers another one dead after this many unanswered pings."""
 
 
-_MEMORY_LIMIT = "512MiB"
-"""Soft limit of a server's memory, unless `GOMEMLIMIT` is set in the environment."""
+_MEMORY_LIMIT = "256MiB"
+"""Soft limit of a server's memory, unless `GOMEMLIMIT` is set in the environment. Floods of the
+largest payloads need 200 MiB; without a limit, garbage adds as much again."""
 _WRITE_FAILED = b"Critical write error"
 """In the log of nats-server 2.15: a stream refuses all further messages until a restart."""
 
