@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
+import sys
 from array import array
 
 import msgspec
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.process.diewithparent import launcher
 from phaseloom.common.text import files
 from phaseloom.common.text.codec import DecoderFacts, TextCodec, Vocabulary
 
+_READ_S = 120.0
 _SLICE_CHARS = 2**16
 _CUT_TOKENS = 64
 """Tokens that a cut between two slices may add."""
@@ -35,7 +39,7 @@ class _Tokenizer:
     """The tokenizer of this process."""
 
     def __init__(self, directory: str) -> None:
-        facts = files.read_apart(directory)
+        facts = _read(directory)
         self.codec = TextCodec(facts)
         self.described = Described(
             hashlib.sha256(msgspec.json.encode(facts)).hexdigest(),
@@ -44,6 +48,19 @@ class _Tokenizer:
             facts.special_tokens,
             facts.chat_templates,
         )
+
+
+def _read(directory: str) -> files.TokenizerFacts:
+    """Read a tokenizer as `read_tokenizer`, in another process. Raises: ValueError: it failed."""
+    command = launcher([sys.executable, "-m", files.__name__, directory])
+    try:
+        ended = subprocess.run(command, capture_output=True, timeout=_READ_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"it takes longer than {_READ_S:.0f} s") from None
+    if ended.returncode:
+        lines = ended.stderr.decode(errors="replace").strip().splitlines()
+        raise ValueError(lines[-1] if lines else f"the process ended with {ended.returncode}")
+    return msgspec.json.decode(ended.stdout, type=files.TokenizerFacts)
 
 
 _loaded: list[_Tokenizer | str] = []

@@ -147,8 +147,8 @@ class WorkerPool:
         """
         request = _request(function, arguments)
         async with self._turns.turn(key):
-            # A worker may have been killed by others once, but two die only of the call.
-            for _ in range(2):
+            # Two workers may have been killed with the server, but three die only of the call.
+            for _ in range(3):
                 with contextlib.suppress(_WorkerDied):
                     worker = self._pop_idle() or await self._start()
                     answer = await self._answer(worker, request, deadline_s, what)

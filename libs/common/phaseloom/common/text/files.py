@@ -4,29 +4,25 @@ A tokenizer is spread over up to eight files, and a class of `transformers` may 
 them. `AutoTokenizer` therefore decides, and the result is plain data that needs only the library
 `tokenizers`. Code in the directory is never run.
 
-Ranks call `read_tokenizer`. The gateway's processes that encode text call `read_apart`, which runs
-this module as a program (`python -m …files DIRECTORY`). That costs 1.5 s of processor time, and
-70 MB of memory that is free again afterwards.
+Ranks call `read_tokenizer`. The gateway's processes that encode text run this module as a program
+(`python -m …files DIRECTORY`). That costs 1.5 s of processor time, and 70 MB of memory that is free
+again afterwards.
 """
 
 from __future__ import annotations
 
 import resource
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from phaseloom.common.process.diewithparent import launcher
-
 TOKENIZER_FILE = "tokenizer.json"
 DEFAULT_TEMPLATE = "default"
 MAX_FILE_BYTES = 64 * 2**20
 _MAX_MEMORY_BYTES = 4 * 2**30
 """Memory limit of the program. A malformed file can need any amount."""
-_READ_S = 120.0
 
 
 class TokenizerFacts(msgspec.Struct, frozen=True):
@@ -77,19 +73,6 @@ def read_tokenizer(directory: Path) -> TokenizerFacts:
         bool(read.clean_up_tokenization_spaces) and (not is_bpe or getattr(read, force)),
         bool(read.split_special_tokens),
     )
-
-
-def read_apart(directory: str) -> TokenizerFacts:
-    """Read as `read_tokenizer`, in another process. Raises: ValueError: it failed."""
-    command = launcher([sys.executable, "-m", __name__, directory])
-    try:
-        ended = subprocess.run(command, capture_output=True, timeout=_READ_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"it takes longer than {_READ_S:.0f} s") from None
-    if ended.returncode:
-        lines = ended.stderr.decode(errors="replace").strip().splitlines()
-        raise ValueError(lines[-1] if lines else f"the process ended with {ended.returncode}")
-    return msgspec.json.decode(ended.stdout, type=TokenizerFacts)
 
 
 if __name__ == "__main__":
