@@ -318,7 +318,7 @@ def test_policy_that_delays_jobs_gains_nothing_against_the_solo_bound(tmp_path: 
 
 def test_two_weeks_of_a_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
     """WEAVE Fig. 14, with few jobs: sharing costs less than nodes of one's own, and keeps SLOs."""
-    monkeypatch.setattr(weave_fig14, "NUM_JOBS", 16)
+    monkeypatch.setattr(weave_fig14, "NUM_JOBS", 24)
     monkeypatch.setattr(weave, "_PRODUCTION_MEAN_H", 5.0)
     report = SCENARIOS["weave-fig14"].run(Options(seeds=(0,), processes=1))
     of = {record.policy: record for record in report.records}
