@@ -242,9 +242,9 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("transport",),
     ],
     "phaseloom.common.contract": [
-        ("errors", "modelconfig"),
-        ("configcheck", "tenantlimits"),
-        ("specs",),
+        ("errors",),
+        ("modelconfig", "tenantlimits"),
+        ("configcheck", "specs"),
         ("arrays", "codec", "ids", "state_layout"),
         ("agents", "commands", "operations"),
         ("api", "checks", "completions", "continuation", "events", "state_agent", "streaming"),
