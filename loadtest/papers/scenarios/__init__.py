@@ -5,6 +5,8 @@ from __future__ import annotations
 from loadtest.papers.scenarios import (
     jigsaw,
     llmd_replay,
+    order_mixes,
+    order_optimum,
     philly,
     plexrl_fig7b,
     plexrl_fig8,
@@ -46,6 +48,8 @@ SCENARIOS: dict[str, Scenario] = {
     "wrong-table": wrong_table.SCENARIO,
     "philly": philly.SCENARIO,
     "llmd-replay": llmd_replay.SCENARIO,
+    "order-mixes": order_mixes.SCENARIO,
+    "order-optimum": order_optimum.SCENARIO,
     **jigsaw.SCENARIOS,
 }
 

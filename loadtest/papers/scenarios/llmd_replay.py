@@ -17,15 +17,17 @@ from loadtest.papers.scenarios.pictures import gantt
 from loadtest.papers.scenarios.report import at_most
 from loadtest.papers.scenarios.scenario import Options, Scenario
 from loadtest.papers.workloads import llmd
+from phaseloom.common.contract.specs import SchedulerSettings
 from phaseloom.simulator.comparison.cases import Case
-from phaseloom.simulator.comparison.clusters import config, pools, record_of, run
+from phaseloom.simulator.comparison.clusters import LIVE, config_of, pools, record_of, run
 from phaseloom.simulator.comparison.pictures import canvas
 from phaseloom.simulator.comparison.report import Record, Report
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN
 from phaseloom.simulator.metering import Span
 
-_ORDERINGS = ("fcfs", "fifo_lock", "round_robin", "hrrs", "hrrs_anticipatory")
-_BEST = "hrrs_anticipatory"
+_DEFAULT = SchedulerSettings().ordering
+_BEST = f"{_DEFAULT}{LIVE}"
+_ORDERINGS = ("fcfs", "fifo_lock", "round_robin", "hrrs", _DEFAULT, _BEST)
 
 
 _RUNS = (
@@ -44,7 +46,7 @@ def _case(
 ) -> tuple[Record, list[Span]]:
     recorded = llmd.recording(whole_minutes=whole_minutes)
     jobs = llmd.jobs(recorded, count=count, with_swaps=with_swaps)
-    settings = config("pack", ordering, duty_limit=1.0)
+    settings = config_of(ordering, duty_limit=1.0)
     result, wall_s = run(jobs, pools(1, 1), settings, 0, records_spans=True)
     record = record_of(result, wall_s, policy=ordering, seed=0, workload=name)
     kept = Record(

@@ -15,9 +15,10 @@ from loadtest.papers.scenarios.pictures import distribution
 from loadtest.papers.scenarios.report import at_most, only
 from loadtest.papers.scenarios.scenario import Options, Scenario
 from loadtest.papers.workloads.plexrl import Shape, plexrl
+from phaseloom.common.contract.specs import SchedulerSettings
 from phaseloom.simulator.comparison import workloadfile
 from phaseloom.simulator.comparison.cases import Case
-from phaseloom.simulator.comparison.clusters import PRICES, config, record_of, run
+from phaseloom.simulator.comparison.clusters import LIVE, PRICES, config_of, record_of, run
 from phaseloom.simulator.comparison.pictures import bars, canvas
 from phaseloom.simulator.comparison.report import Record, Report, Target
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, SimJob
@@ -28,7 +29,14 @@ TRAIN_HOST_BYTES = 1_200_000_000_000
 ROLLOUT_NODES = 400
 JOBS_A_NODE = 2
 DUTY_LIMIT = 0.2
-_POLICIES = ("isolated", "pack", "spread", "spread_backfill", "backfill_greedy")
+_POLICIES = (
+    "isolated",
+    "pack",
+    "spread",
+    "spread_backfill",
+    "backfill_greedy",
+    f"spread_backfill{LIVE}",
+)
 _SEEDS = (0, 1, 2, 3, 4)
 
 
@@ -38,7 +46,13 @@ def _case(policy: str, seed: int, own: list[SimJob] | None) -> tuple[Record, lis
         PoolSpec(ROLLOUT, ROLLOUT_NODES, PRICES[ROLLOUT]),
         PoolSpec(TRAIN, TRAIN_NODES, PRICES[TRAIN], TRAIN_HOST_BYTES),
     ]
-    settings = config(policy, "hrrs", max_group_jobs=JOBS_A_NODE, duty_limit=DUTY_LIMIT)
+    ordering = f"{SchedulerSettings().ordering}{LIVE}" if policy.endswith(LIVE) else "hrrs"
+    settings = config_of(
+        ordering,
+        policy.removesuffix(LIVE),
+        max_group_jobs=JOBS_A_NODE,
+        duty_limit=DUTY_LIMIT,
+    )
     result, wall_s = run(jobs, nodes, settings, seed)
     record = record_of(result, wall_s, policy=policy, seed=seed)
     train = result.pools[TRAIN]
@@ -77,7 +91,7 @@ def _run(options: Options) -> Report:
             "train_nodes": TRAIN_NODES,
             "jobs_a_node": JOBS_A_NODE,
             "duty_limit": DUTY_LIMIT,
-            "ordering": "hrrs",
+            "ordering": f"hrrs, and {SchedulerSettings().ordering} in the rows that end in live",
         },
         records=records,
         targets=_targets(records),

@@ -37,6 +37,8 @@ class Options(cases.Options):
     slowdowns: Path | None = None
     """A table of slowdowns instead of the scenario's own."""
     bound: Bound = Bound.SOLO
+    mixes: int | None = None
+    """How many random mixes run."""
 
     def run_each(
         self,
@@ -76,7 +78,13 @@ class Scenario(NamedTuple):
         Raises: CallerError: the scenario does not take this option, or no run could.
         """
         options.check()
-        for field in ("workload", "virtual_clusters", "start_h", "slowdowns", "bound"):
+        if options.mixes is not None and options.mixes < 1:
+            raise CallerError(
+                f"mixes must be at least 1, got {options.mixes}",
+                field="mixes",
+                remedy="give the number of mixes to run, or leave --mixes out",
+            )
+        for field in ("workload", "virtual_clusters", "start_h", "slowdowns", "bound", "mixes"):
             is_chosen = getattr(options, field) not in (None, (), Bound.SOLO)
             if is_chosen and field not in self.accepts:
                 flag = _FLAGS.get(field, field)

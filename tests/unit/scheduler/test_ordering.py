@@ -24,8 +24,8 @@ from phaseloom.scheduler.core.policies.device_view import (
     Wait,
     timeline,
 )
+from phaseloom.scheduler.core.policies.ordering.hold import LEAST_TURN, PATIENCE, hold
 from phaseloom.scheduler.core.policies.ordering.hrrs import hrrs, score
-from phaseloom.scheduler.core.policies.ordering.hrrs_anticipatory import LEEWAY, STARVED
 from phaseloom.scheduler.core.policies.registry import ORDERING
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -149,6 +149,10 @@ def views(draw: st.DrawFn) -> DeviceView:
         at_s=draw(st.sampled_from([99.0, 101.0, 120.0, math.inf])),
         late_s=draw(st.sampled_from([103.0, 150.0, math.inf])),
         phase_until_s=draw(st.sampled_from([0.0, 110.0])),
+        net_gap_s=draw(st.sampled_from([0.0, 15.0, math.inf])),
+        away_switch_s=draw(st.sampled_from([0.0, SWITCH_S])),
+        is_busy=draw(st.booleans()),
+        is_blocked=draw(st.booleans()),
     )
     members = [TurnMember(job, draw(st.sampled_from([0.0, 130.0]))) for job in "cabd"]
     return DeviceView(
@@ -276,59 +280,73 @@ def resident_of(**fields: Any) -> Resident:
 RIVAL = made("b", arrival_s=95.0, back_s=SWITCH_S)
 
 
-def anticipates(resident: Resident, *candidates: Candidate, now_s: float = 100.0) -> Any:
-    view = DeviceView(now_s, candidates, resident, may_wait=True)
-    return ORDERING["hrrs_anticipatory"].choose(view)
+def holding(resident: Resident, *candidates: Candidate, now_s: float = 100.0) -> Any:
+    return hold.choose(DeviceView(now_s, candidates, resident, may_wait=True))
 
 
-def test_anticipation_waits_while_that_is_cheaper_than_leaving() -> None:
-    """Away and back is 40 s."""
-    answer = anticipates(resident_of(at_s=120.0, late_s=135.0), RIVAL)
-    assert answer == Wait(135.0, "a", answer.why)
-    assert anticipates(resident_of(at_s=141.0, late_s=150.0), RIVAL) is RIVAL
-    assert anticipates(resident_of(), RIVAL) is RIVAL, "nothing is known"
-
-
-def test_anticipation_gives_up_when_the_prediction_is_overdue_or_too_dear() -> None:
-    leeway_s = LEEWAY * 2 * SWITCH_S
-    soon = resident_of(at_s=100.0, late_s=100.0)
-    assert anticipates(soon, RIVAL).until_s == 100.0 + leeway_s
-    assert anticipates(soon, RIVAL, now_s=100.0 + leeway_s) is RIVAL
-    long = resident_of(at_s=130.0, late_s=1000.0)
-    assert anticipates(long, RIVAL).until_s == 140.0, "as long as the two switches take"
-
-
-def test_anticipation_waits_for_nobody_whose_leaving_costs_nothing() -> None:
+def test_device_is_held_while_the_gap_is_shorter_than_the_switch_back() -> None:
+    short = resident_of(net_gap_s=SWITCH_S - 1.0)
+    answer = holding(short, RIVAL)
+    assert answer == Wait(100.0 + PATIENCE * SWITCH_S, "a", answer.why)
+    assert "its gap here takes 19.00 s, and to return takes 20.00 s" in answer.why
+    assert holding(resident_of(net_gap_s=SWITCH_S), RIVAL) is RIVAL
+    assert holding(resident_of(), RIVAL) is RIVAL, "the gap is not known"
     beside = made("b", arrival_s=95.0, back_s=0.0)
-    assert anticipates(resident_of(at_s=101.0, late_s=105.0), beside) is beside
+    assert holding(short, beside) is beside, "to leave costs nothing"
 
 
-def test_anticipation_ends_where_an_slo_has_no_more_room() -> None:
-    awaited = resident_of(at_s=105.0, late_s=110.0)
-    tight = made("b", arrival_s=95.0, back_s=SWITCH_S, slack_s=SWITCH_S + 3.0)
-    assert anticipates(awaited, tight) is tight, "it would come too late"
-    looser = made("b", arrival_s=95.0, back_s=SWITCH_S, slack_s=SWITCH_S + 7.0)
-    assert anticipates(awaited, looser).until_s == 107.0
+def test_gap_includes_the_switches_that_the_job_needs_elsewhere() -> None:
+    gap = resident_of(net_gap_s=12.0, away_switch_s=7.0)
+    assert isinstance(holding(gap, RIVAL), Wait)
+    assert holding(resident_of(net_gap_s=12.0, away_switch_s=8.0), RIVAL) is RIVAL
 
 
-def test_anticipation_lets_the_resident_job_go_on_until_others_starve() -> None:
+def test_job_that_waits_for_another_device_holds_none() -> None:
+    assert holding(resident_of(net_gap_s=5.0, is_blocked=True), RIVAL) is RIVAL
+
+
+def test_device_is_left_once_the_job_is_overdue_unless_it_is_still_busy_elsewhere() -> None:
+    overdue_s = 100.0 + PATIENCE * SWITCH_S
+    assert holding(resident_of(net_gap_s=5.0), RIVAL, now_s=overdue_s) is RIVAL
+    busy = resident_of(net_gap_s=5.0, is_busy=True, period_s=200.0)
+    assert isinstance(holding(busy, RIVAL, now_s=overdue_s), Wait)
+
+
+def test_turn_ends_once_others_have_waited_for_a_cycle_of_every_job() -> None:
+    """A cycle of each job, with both of its switches; a turn that has just begun goes on."""
     own = made("a", arrival_s=100.0, switch_s=0.0)
     assert hrrs.choose(DeviceView(100.0, [own, RIVAL])) is RIVAL, "HRRS: it has not waited yet"
-    turn = resident_of(since_s=90.0)
-    assert anticipates(turn, own, RIVAL) is own
-    starved_s = 95.0 + (STARVED - 1) * (10.0 + SWITCH_S)
-    fresh = made("a", arrival_s=starved_s, switch_s=0.0)
-    assert anticipates(turn, fresh, RIVAL, now_s=starved_s) is RIVAL
-    assert anticipates(resident_of(since_s=200.0), fresh, RIVAL, now_s=starved_s) is fresh, (
-        "only what it waited in this turn counts"
+    rival = made("b", arrival_s=95.0, back_s=SWITCH_S, period_s=60.0)
+    turn = resident_of(period_s=30.0)
+    end_s = 95.0 + (60.0 + 2 * SWITCH_S) + (30.0 + 2 * SWITCH_S)
+    assert holding(turn, own, rival, now_s=end_s - 1.0) is own
+    assert holding(turn, own, rival, now_s=end_s) is rival
+    fresh = resident_of(period_s=30.0, since_s=end_s - 1.0)
+    assert holding(fresh, own, rival, now_s=end_s) is own
+    least_s = end_s - 1.0 + LEAST_TURN * 2 * SWITCH_S
+    assert holding(fresh, own, rival, now_s=least_s) is rival
+    going_on = made("a", arrival_s=100.0, switch_s=0.0, continues=True)
+    assert holding(fresh, going_on, rival, now_s=least_s) is going_on, "a phase is not broken into"
+
+
+def test_hold_ends_if_an_slo_has_no_slack_left() -> None:
+    gap = resident_of(net_gap_s=5.0)
+    own = made("a", arrival_s=100.0, switch_s=0.0)
+    tight = made("b", arrival_s=95.0, back_s=SWITCH_S, slack_s=SWITCH_S)
+    assert holding(gap, tight) is tight
+    looser = made("b", arrival_s=95.0, back_s=SWITCH_S, slack_s=SWITCH_S + 7.0)
+    assert holding(gap, looser).until_s == 107.0
+    assert holding(gap, own, looser) is looser, "its operation would take 10 s"
+
+
+def test_reasons_say_why_a_device_is_held_or_left() -> None:
+    held = DeviceView(100.0, [RIVAL], resident_of(net_gap_s=5.0), may_wait=True)
+    left = DeviceView(100.0, [RIVAL], resident_of(net_gap_s=50.0), may_wait=True)
+    assert hold.why(RIVAL, held).startswith(
+        "the last job on the device keeps it for now: its gap here takes 5.00 s, and to return "
+        "takes 20.00 s; response ratio 1.17: waited 5.00 s"
     )
-
-
-def test_anticipation_prefers_the_rival_to_an_operation_longer_than_leaving() -> None:
-    long = made("a", arrival_s=100.0, switch_s=0.0, duration_s=51.0)
-    assert anticipates(resident_of(), long, RIVAL) is RIVAL
-    shorter = made("a", arrival_s=100.0, switch_s=0.0, duration_s=49.0)
-    assert anticipates(resident_of(), shorter, RIVAL) is shorter
+    assert "leaves it: its gap here takes 50.00 s, and to return takes 20" in hold.why(RIVAL, left)
 
 
 def test_round_robin_waits_for_the_next_in_order() -> None:

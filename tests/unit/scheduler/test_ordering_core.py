@@ -10,6 +10,7 @@ import pytest
 from phaseloom.common.contract.events import JobFinished, PhaseDeclared, SessionLost, SessionOpened
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.dispatch import explain
+from phaseloom.scheduler.core.policies.ordering.hold import PATIENCE
 from phaseloom.scheduler.core.policies.registry import ORDERING
 from phaseloom.scheduler.core.state.step import Step
 from tests.support.contention import TENANT, Call, Contention, Loop, config_of
@@ -38,10 +39,10 @@ def test_every_operation_runs(ordering: str) -> None:
         assert len(runs) == 2 * CYCLES * len(BIG)
 
 
-def test_anticipation_switches_once_a_cycle_where_hrrs_switches_at_every_operation() -> None:
+def test_hold_switches_once_a_cycle_where_hrrs_switches_at_every_operation() -> None:
     """The next operation of a serial job has not waited: under HRRS it always loses."""
     hrrs = contention("hrrs", is_serial=True)
-    ours = contention("hrrs_anticipatory", is_serial=True)
+    ours = contention("hold", is_serial=True)
     assert hrrs.switches >= 230
     assert ours.switches <= 90
     assert ours.mean_wait_s < hrrs.mean_wait_s / 10
@@ -50,29 +51,28 @@ def test_anticipation_switches_once_a_cycle_where_hrrs_switches_at_every_operati
 
 @pytest.mark.parametrize("is_serial", [True, False])
 @pytest.mark.parametrize("num_jobs", [2, 4])
-def test_anticipation_is_never_worse_than_hrrs(is_serial: bool, num_jobs: int) -> None:
+def test_hold_is_never_worse_than_hrrs(is_serial: bool, num_jobs: int) -> None:
     hrrs = contention("hrrs", is_serial=is_serial, num_jobs=num_jobs)
-    ours = contention("hrrs_anticipatory", is_serial=is_serial, num_jobs=num_jobs)
+    ours = contention("hold", is_serial=is_serial, num_jobs=num_jobs)
     assert ours.switches <= hrrs.switches
     assert ours.mean_wait_s <= 1.01 * hrrs.mean_wait_s
     assert max(ours.waits_s) <= 2 * max(hrrs.waits_s)
 
 
-def test_anticipation_leaves_once_the_prediction_is_overdue() -> None:
+def test_hold_ends_if_the_job_does_not_return() -> None:
     """The controller of the first job takes 10 s between two operations, then says nothing."""
     calls = [Call("forward", 20.0, 10.0), Call("optim_step", 20.0, 100.0)]
     loops = [
         Loop("a", calls, cycles=1, silent_after=1),
         Loop("b", [Call("forward", 20.0, 100.0)], cycles=1, starts_s=5.0),
     ]
-    world = Contention(config_of("hrrs_anticipatory"), loops).run()
+    world = Contention(config_of("hold"), loops).run()
     (_, ended_s, first), (began_s, _, second) = world.runs
     assert (first, second) == ("a.1", "b.1")
-    late_s, leeway_s = 1.5 * 10.0, 10.0 + 0.25 * 2 * 20.0
-    assert began_s == pytest.approx(ended_s + max(late_s, leeway_s) + 20.0)
+    assert began_s == pytest.approx(ended_s + PATIENCE * 20.0 + 20.0)
 
 
-def test_anticipation_does_not_wait_past_an_slo() -> None:
+def test_hold_does_not_wait_past_an_slo() -> None:
     """Whoever tolerates little delay goes before the resident job's next operations."""
 
     def wait_s(slo: float) -> float:
@@ -82,12 +82,12 @@ def test_anticipation_does_not_wait_past_an_slo() -> None:
             Loop("a", calls, cycles=40),
             Loop("b", [Call("forward", 10.0, 90.0)], cycles=40, slo=slo, starts_s=7.0),
         ]
-        return Contention(config_of("hrrs_anticipatory"), loops).run().waits_of("b")
+        return Contention(config_of("hold"), loops).run().waits_of("b")
 
     assert wait_s(slo=1.5) < wait_s(slo=9.0)
 
 
-@pytest.mark.parametrize("ordering", ["round_robin", "fifo_lock", "hrrs_anticipatory"])
+@pytest.mark.parametrize("ordering", ["round_robin", "fifo_lock", "hold"])
 def test_phase_of_a_serial_job_is_one_turn(ordering: str) -> None:
     assert contention(ordering, is_serial=True).switches == 2 * CYCLES
 
@@ -208,10 +208,7 @@ def test_device_forgets_a_job_that_has_left() -> None:
 @pytest.mark.parametrize(
     ("ordering", "why"),
     [
-        (
-            "hrrs_anticipatory",
-            "its next operation is expected soon, and switching away would cost more",
-        ),
+        ("hold", "its gap here takes 5.00 s, and to return takes 20.00 s"),
         ("fifo_lock", "its phase holds the device's lock"),
         ("round_robin", "its phase has not ended"),
     ],

@@ -49,7 +49,7 @@ def log_of(jobs: list[SimJob], ordering: str) -> list[tuple[int, float, Event]]:
     return [(place + 1, time_s, event) for place, (time_s, event) in enumerate(engine.log)]
 
 
-@pytest.mark.parametrize("ordering", ["fcfs", "hrrs", "hrrs_anticipatory", "round_robin"])
+@pytest.mark.parametrize("ordering", ["fcfs", "hrrs", "hold", "round_robin"])
 @pytest.mark.parametrize(
     "cycles", [((0.5, 0.25, 0.05), (0.4, 0.35, 0.06)), ((0.2, 0.35, 0.1), (0.15, 0.3, 0.12))]
 )

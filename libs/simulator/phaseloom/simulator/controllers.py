@@ -25,7 +25,7 @@ from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.contract.operations import After
 from phaseloom.simulator.agenda import Agenda
 from phaseloom.simulator.draws import Draws
-from phaseloom.simulator.jobs import SimJob, Submission, deployment_of, period_s, spec_of
+from phaseloom.simulator.jobs import SimJob, deployment_of, period_s, spec_of
 from phaseloom.simulator.metering import JobMeter, Meter
 from phaseloom.simulator.tracing import Tracer
 
@@ -91,7 +91,7 @@ class Controller:
         self._ops: dict[str, list[_Op]] = {name: [] for name in self._names}
         """The operations of this attempt, by deployment and seq."""
         self._queued: dict[tuple[int, int], _Op] = {}
-        """(iteration, phase) → the operation, if it was published before its predecessor ended."""
+        """(iteration, phase) → the operation, from when it is published until it has ended."""
         self._started = self._completed
         self._rolled_out = self._completed
         """Number of iterations whose first phase has ended."""
@@ -193,11 +193,14 @@ class Controller:
         # An iteration that runs ahead does not wait for the weights of the newest one.
         is_ahead = iteration > self._completed
         delay_s = 0.0 if is_ahead else max(0.0, self._synced_s - self._agenda.now_s)
-        if self.job.submission is Submission.SERIAL:
-            self._later(delay_s, self._publish, iteration, 0)
-        else:
-            for phase in range(len(self.job.phases)):
-                self._later(delay_s, self._publish, iteration, phase)
+        self._publish_from(iteration, 0, delay_s)
+
+    def _publish_from(self, iteration: int, first: int, delay_s: float) -> None:
+        """Publish an operation later, with those that the controller publishes together with it."""
+        for phase in range(first, len(self.job.phases)):
+            if phase > first and self.job.submission.waits_before(phase):
+                return
+            self._later(delay_s, self._publish, iteration, phase)
 
     def _publish(self, iteration: int, phase: int) -> None:
         name = self._names[phase]
@@ -208,13 +211,12 @@ class Controller:
         op = _Op(key, iteration, phase, self._draws.of(iteration)[phase], self._agenda.now_s)
         ops.append(op)
         after: list[After] = []
-        if job.submission is Submission.CYCLE:
-            self._queued[iteration, phase] = op
-            if phase and not self._is_ordered(phase):
-                before = self._queued[iteration, phase - 1].key
-                after = [After(before.deployment, int(before.slot))]
-        if job.submission is Submission.SERIAL or phase == 0:
+        self._queued[iteration, phase] = op
+        if job.submission.waits_before(phase):
             self._tracer.on_ready(phase, op.ready_s)
+        elif not self._is_ordered(phase):
+            before = self._queued[iteration, phase - 1].key
+            after = [After(before.deployment, int(before.slot))]
         self._append(
             QueuedOperation(key, str(len(ops)), self._kinds[phase], after, session=self._attempt)
         )
@@ -241,19 +243,17 @@ class Controller:
             self._rolled_out = op.iteration + 1
         if op.phase + 1 == len(self.job.phases):
             self._complete(op.iteration)
-        elif self.job.submission is Submission.SERIAL:
-            think_s = self.job.phases[op.phase].think_s
-            self._later(think_s, self._publish, op.iteration, op.phase + 1)
+        elif self.job.submission.waits_before(op.phase + 1):
+            self._publish_from(op.iteration, op.phase + 1, self.job.phases[op.phase].think_s)
         else:
             following = self._queued[op.iteration, op.phase + 1]
             following.ready_s = now_s
             self._tracer.on_ready(following.phase, now_s)
-            del self._queued[op.iteration, op.phase]
+        self._queued.pop((op.iteration, op.phase), None)
         self._start_next()
 
     def _complete(self, iteration: int) -> None:
         now_s = self._agenda.now_s
-        self._queued.pop((iteration, len(self.job.phases) - 1), None)
         self._completed = iteration + 1
         self._synced_s = now_s + self.job.phases[-1].think_s + self.job.sync_s
         durations_s = self._draws.of(iteration)

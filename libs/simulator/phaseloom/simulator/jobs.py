@@ -23,6 +23,13 @@ class Submission(StrEnum):
     """The controller publishes an operation when the previous one has ended."""
     CYCLE = "cycle"
     """The controller publishes all operations of an iteration together, chained by `after`."""
+    BURST = "burst"
+    """The controller publishes the first operation alone and, when that has ended, all others of
+    the iteration together, as examples/grpo_pretrained.py does."""
+
+    def waits_before(self, phase: int) -> bool:
+        """Whether the controller publishes this operation only after the previous one has ended."""
+        return self is Submission.SERIAL or phase == 0 or (self is Submission.BURST and phase == 1)
 
 
 class Phase(msgspec.Struct, frozen=True):

@@ -55,7 +55,7 @@ def test_the_list_of_scenarios(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "field", "remedy"),
     [
         (("fig8",), "scenario", "plexrl-fig8"),
-        (("plexrl-hrrs", "lottery"), "policy", "hrrs_anticipatory"),
+        (("plexrl-hrrs", "lottery"), "policy", "hold"),
     ],
 )
 def test_what_is_not_known_is_answered_with_what_is(
@@ -175,9 +175,7 @@ def test_failure_spares_the_others() -> None:
     assert 1.0 <= over_bound < more["over_undisturbed"], "what E is away is not counted as lost"
 
 
-@pytest.mark.parametrize(
-    ("scenario", "policy"), [("plexrl-hrrs", "hrrs_anticipatory"), ("llmd-replay", "hrrs")]
-)
+@pytest.mark.parametrize(("scenario", "policy"), [("plexrl-hrrs", "hold"), ("llmd-replay", "hrrs")])
 def test_makespans_stand_beside_what_no_schedule_beats(scenario: str, policy: str) -> None:
     options = Options(policies=(policy,), seeds=(0,), processes=1)
     records = SCENARIOS[scenario].run(options).records

@@ -277,7 +277,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     placement: str = "pack"
     """Policy that decides which nodes of each pool a job is pinned to, and which jobs share
     them."""
-    ordering: str = "hrrs"
+    ordering: str = "hold"
     """Policy that decides which ready operation a device runs next."""
     idle_grace_s: float = 0.03
     """How long a device waits for a job that has nothing ready while another job waits, in

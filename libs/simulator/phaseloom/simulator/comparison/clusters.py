@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from phaseloom.common.contract.specs import SchedulerConfig
+from phaseloom.common.contract.specs import SchedulerConfig, SchedulerSettings
 from phaseloom.simulator.comparison.report import Record
 from phaseloom.simulator.engine import simulate
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, SimJob
@@ -57,6 +57,33 @@ def config(placement: str, ordering: str, **settings: float) -> SchedulerConfig:
         speculative_switch_in=False,
     )
     return replace(quiet, **settings)
+
+
+LIVE = ", live"
+"""End of the name of a row that runs in the configuration of a mesh."""
+
+
+def live_config(**settings: Any) -> SchedulerConfig:
+    """Return the configuration of a mesh whose operator has set nothing.
+
+    It has the mesh's ordering, quantum, idle grace and speculative switch-in. As under `config`,
+    there are no seals, and jobs survive many failures.
+
+    Args: settings: settings that differ from the mesh's.
+    """
+    mesh = SchedulerSettings(seal_every=0, max_losses=50)
+    return SchedulerConfig.of(replace(mesh, **settings))
+
+
+def config_of(row: str, placement: str = "pack", **settings: float) -> SchedulerConfig:
+    """Return the configuration of a row of a table.
+
+    Args: row: an ordering policy, followed by `LIVE` if it runs as in a mesh.
+    """
+    ordering = row.removesuffix(LIVE)
+    if row.endswith(LIVE):
+        return live_config(placement=placement, ordering=ordering, **settings)
+    return config(placement, ordering, **settings)
 
 
 def pools(rollout: int, train: int) -> list[PoolSpec]:

@@ -6,6 +6,7 @@ import math
 from statistics import NormalDist
 
 from phaseloom.common.contract.events import KindEstimate
+from phaseloom.common.contract.specs import Segment
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.tree import State
@@ -81,11 +82,27 @@ def next_gap_s(state: State, job: str, last: str) -> float:
 def phase_s(state: State, deployment: Deployment) -> float:
     """Longest segment of the job's cycle on the deployment's pool, measured or declared. 0 if
     unknown."""
-    job, pool = deployment.job_name, deployment.spec.pool
-    trace = state.traces.get(job)
-    cycle = state.jobs[job].spec.cycle
+    segments = _segments(state, deployment.job_name, deployment.spec.pool)
+    return max((s.duration_s for s in segments), default=0.0)
+
+
+def longest_gap_s(state: State, job: str, pool: str) -> float:
+    """Longest gap between two segments on a pool when the job runs alone. inf if unknown."""
+    segments = _segments(state, job, pool)
+    if not segments:
+        return math.inf
+    first_s = segments[0].offset_s + period_s(state, job)
+    next_s = [*(s.offset_s for s in segments[1:]), first_s]
+    return max(
+        after_s - (s.offset_s + s.duration_s) for s, after_s in zip(segments, next_s, strict=True)
+    )
+
+
+def _segments(state: State, job: str, pool: str) -> list[Segment]:
+    """Segments of a job's cycle on a pool, measured or declared, in order."""
+    trace, cycle = state.traces.get(job), state.jobs[job].spec.cycle
     segments = trace.segments if trace is not None else cycle.segments if cycle else []
-    return max((s.duration_s for s in segments if s.pool == pool), default=0.0)
+    return sorted((s for s in segments if s.pool == pool), key=lambda s: s.offset_s)
 
 
 def period_s(state: State, job: str) -> float:

@@ -47,7 +47,7 @@ from phaseloom.scheduler.core.policies.device_view import (
 from phaseloom.scheduler.core.policies.registry import ORDERING
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
-from phaseloom.scheduler.core.state.node import Slot
+from phaseloom.scheduler.core.state.node import Expected, Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobState, WpgState
@@ -239,6 +239,7 @@ def candidate_of(step: Step, slot: Slot, deployment: Deployment, op: Op) -> Cand
         phase_s=estimates.phase_s(step.state, deployment),
         back_s=_back_s(step, slot, deployment),
         slack_s=ready.slack_s(step, deployment, op),
+        period_s=estimates.period_s(step.state, deployment.job_name),
         served=slot.served.get(deployment.job_name, 0),
         continues=ready.is_continued(step, slot, deployment, ready.kind_of(deployment, op)),
     )
@@ -272,6 +273,7 @@ def _resident(step: Step, slot: Slot) -> Resident | None:
     if job is None or not _is_alive(job):
         return None
     expected = None if slot.is_released else slot.expected.get(slot.holder)
+    deployments = step.deployments_of(job)
     return Resident(
         job=slot.holder,
         since_s=slot.held_since_s,
@@ -279,6 +281,40 @@ def _resident(step: Step, slot: Slot) -> Resident | None:
         at_s=expected.at_s if expected else NEVER_S,
         late_s=expected.late_s if expected else NEVER_S,
         phase_until_s=ready.phase_until_s(step, slot),
+        net_gap_s=_net_gap_s(step, slot, expected),
+        period_s=estimates.period_s(step.state, slot.holder),
+        away_switch_s=math.fsum(_remaining_switch_s(step, d) for d in deployments),
+        is_busy=any(d.activation.running or d.activation.is_opening for d in deployments),
+        is_blocked=any(_is_blocked(step, d) for d in deployments),
+    )
+
+
+def _remaining_switch_s(step: Step, deployment: Deployment) -> float:
+    """Time until a deployment is on its devices, if its switch-in has started or starts now."""
+    if not deployment.activation.epoch:
+        return estimates.switch_s(step.state, deployment)
+    return max(0.0, estimates.open_s(step.state, deployment) - step.now_s)
+
+
+def _net_gap_s(step: Step, slot: Slot, expected: Expected | None) -> float:
+    """The usual gap before the holder's next operation, at most its longest gap when alone."""
+    if expected is None:
+        return NEVER_S
+    alone_s = estimates.longest_gap_s(step.state, slot.holder, ready.pool_of(step, slot))
+    return min(expected.at_s - expected.ended_s, alone_s)
+
+
+def _is_blocked(step: Step, deployment: Deployment) -> bool:
+    """Whether a ready operation waits for a device that runs or is kept for something else.
+
+    A device that is still to be decided in this step may yet start the operation.
+    """
+    activation = deployment.activation
+    if activation.running or activation.is_opening or ready.first(step, deployment) is None:
+        return False
+    return any(
+        slot.running or (slot.node, slot.device) not in step.dirty
+        for slot in devices.slots_of(step, deployment)
     )
 
 

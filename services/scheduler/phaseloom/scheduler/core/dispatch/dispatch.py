@@ -54,6 +54,26 @@ mutations."""
 def dispatch(step: Step) -> None:
     """Start the next operations on every device that the step has touched."""
     _record_ready(step)
+    _dispatch_dirty(step)
+    if ORDERING[step.config.ordering].may_wait:
+        # A job that has come to wait for another device may no longer hold this one, and a job that
+        # no longer waits may.
+        _review_holds(step)
+        _dispatch_dirty(step)
+
+
+def _review_holds(step: Step) -> None:
+    """Look again at idle devices that were used last by the jobs that the step has touched."""
+    deployments = step.state.deployments
+    jobs = {deployments[name].job_name for name in step.touched if name in deployments}
+    for job_name in jobs:
+        for deployment in step.deployments_of(step.state.jobs[job_name]):
+            for slot in devices.slots_of(step, deployment):
+                if slot.holder == job_name and slot.ready and not slot.running:
+                    step.dirty.add((slot.node, slot.device))
+
+
+def _dispatch_dirty(step: Step) -> None:
     # Starting one deployment may dirty devices of others. The smallest goes first, so that the
     # order does not depend on the iteration order of a set.
     while step.dirty:

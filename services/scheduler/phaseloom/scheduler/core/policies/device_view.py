@@ -38,6 +38,8 @@ class Candidate(msgspec.Struct, frozen=True):
     """Cost of later switching the displaced resident job back in. 0 if nothing is displaced."""
     slack_s: float = math.inf
     """How long the job may still be delayed before it misses its SLO."""
+    period_s: float = 0.0
+    """Period of the job's cycle when it runs alone. 0 if unknown."""
     served: int = 0
     """Log sequence number at which the job's operations last started on the device. 0 if never."""
     continues: bool = False
@@ -75,6 +77,17 @@ class Resident(msgspec.Struct, frozen=True):
     phase_until_s: float = 0.0
     """Time until which its phase is assumed to continue although nothing is ready. 0: the phase is
     over."""
+    net_gap_s: float = math.inf
+    """Predicted gap until its next operation on the device, without the time for which other jobs
+    keep it waiting elsewhere; inf if unknown."""
+    period_s: float = 0.0
+    """Period of the job's cycle when it runs alone. 0 if unknown."""
+    away_switch_s: float = 0.0
+    """Time to switch in the job's deployments that are on no device at present."""
+    is_busy: bool = False
+    """Whether the job runs, or is switched in, on another device."""
+    is_blocked: bool = False
+    """Whether an operation of the job waits for another device."""
 
 
 class TurnMember(msgspec.Struct, frozen=True):

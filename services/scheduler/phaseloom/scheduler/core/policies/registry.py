@@ -22,8 +22,8 @@ from phaseloom.scheduler.core.policies.multiplexing.lookahead import lookahead
 from phaseloom.scheduler.core.policies.multiplexing.off import off
 from phaseloom.scheduler.core.policies.multiplexing.static import static
 from phaseloom.scheduler.core.policies.ordering.fcfs import fcfs
+from phaseloom.scheduler.core.policies.ordering.hold import hold
 from phaseloom.scheduler.core.policies.ordering.hrrs import hrrs
-from phaseloom.scheduler.core.policies.ordering.hrrs_anticipatory import hrrs_anticipatory
 from phaseloom.scheduler.core.policies.ordering.round_robin import round_robin
 from phaseloom.scheduler.core.policies.placement.coexec import coexec
 from phaseloom.scheduler.core.policies.placement.coexec_repack import coexec_repack
@@ -39,7 +39,7 @@ ORDERING: dict[str, Ordering] = {
     "hrrn": hrrn,
     "hrrs": hrrs,
     "hrrs_literal": hrrs_literal,
-    "hrrs_anticipatory": hrrs_anticipatory,
+    "hold": hold,
     "round_robin": round_robin,
     "lrs": lrs,
     "fifo_lock": fifo_lock,
