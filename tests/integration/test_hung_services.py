@@ -4,6 +4,7 @@ that nobody reads from them."""
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import signal
 import subprocess
@@ -33,6 +34,7 @@ from tests.support.refusing import refuse
 from tests.support.warm import program_pid, signal_programs
 
 pytestmark = [pytest.mark.usefixtures("noop_nodes"), pytest.mark.timeout(240)]
+ROOT = Path(__file__).parents[2]
 TENANTS = {"demo": "train", "other": "rollout"}
 """Tenant → the pool of its job, so that no job waits for the other's device."""
 LONGEST_S = 9.0
@@ -299,7 +301,13 @@ def test_replica_that_cannot_leave_the_rotation_is_replaced_at_once() -> None:
         call = f"asyncio.run(test.replace_hung_replicas(Path({str(directory)!r})))"
         code = f"import asyncio, tests.integration.{Path(__file__).stem} as test; "
         code += f"from pathlib import Path; {call}"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+        paths = (str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", ""))
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            check=False,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        )
         assert done.returncode == 0, done.stderr.decode()
 
 

@@ -19,6 +19,7 @@ async def serve():
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     beating = asyncio.create_task(beat())
+    await asyncio.sleep(0)  # it sends its first heartbeat: no silence counts before that
     print(os.getpid(), flush=True)
     await stop.wait()
     print("stopped", flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import signal
 import time
 from collections.abc import Awaitable
@@ -246,7 +247,11 @@ async def test_text_is_encoded_again_if_its_process_is_killed(directory: Path) -
             (packed,) = await encoding
             assert len(packed) == 4 * len(text)
         (server,) = processes_of(os.getpid())
+        workers = [os.pidfd_open(pid) for pid in processes_of(server)]
         os.kill(server, signal.SIGKILL)
+        for worker in workers:  # until it has ended, it knows the old tokenizer
+            assert (await asyncio.to_thread(select.select, [worker], [], [], 60))[0]
+            os.close(worker)
         file = directory / "tokenizer.json"
         file.write_text(file.read_text().replace('"a"', '"ä"'))
         with pytest.raises(ResourceError, match="differs") as lost:
