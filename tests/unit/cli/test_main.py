@@ -136,13 +136,18 @@ def test_what_cannot_be_written_or_run_is_said_in_one_line(
     assert done.stderr.count("\n") == 1
 
 
-def test_ctrl_c_ends_a_simulation_at_once(tmp_path: Path) -> None:
-    """It went on until the runs under way had ended, which take up to minutes."""
+@pytest.mark.parametrize("num_started", [2, 3])
+def test_ctrl_c_ends_a_simulation_at_once(tmp_path: Path, num_started: int) -> None:
+    """It went on until the runs under way had ended, which take up to minutes. Processes that had
+    just been started printed tracebacks.
+
+    Args: num_started: processes when the signal comes: one, and one for each parallel run.
+    """
     words = ["simulate", "--workload", str(WORKLOAD), "--processes", "2"]
     command = [sys.executable, "-m", "phaseloom.cli.main", *words, "--out", str(tmp_path)]
     pipe = subprocess.PIPE
     running = subprocess.Popen(command, stderr=pipe, text=True, start_new_session=True)
-    while len(descendant_pids(running.pid)) < 2:
+    while len(descendant_pids(running.pid)) < num_started:
         assert running.poll() is None
         time.sleep(0.01)
     os.killpg(running.pid, signal.SIGINT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -119,8 +120,11 @@ def _results(
         _forwarding(context.SimpleQueue(), report) as put,
         ProcessPoolExecutor(processes, context, _prepare, (put, os.getpid())) as pool,
     ):
-        futures = {pool.submit(case.run, *case.arguments): i for i, case in enumerate(cases)}
         try:
+            with _delaying_interrupts():
+                futures = {
+                    pool.submit(case.run, *case.arguments): i for i, case in enumerate(cases)
+                }
             for future in as_completed(futures):
                 yield futures[future], future.result()
         except BaseException:
@@ -128,6 +132,22 @@ def _results(
             for process in multiprocessing.active_children():  # a run takes up to minutes
                 process.terminate()
             raise
+
+
+@contextmanager
+def _delaying_interrupts() -> Iterator[None]:
+    """Delay Ctrl-C until the end of the block. Processes that start in it never get it: they would
+    print a traceback each."""
+    numbers: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: numbers.append(number))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, handler)
+    for number in numbers:
+        signal.raise_signal(number)
 
 
 def _prepare(report: Callable[[str], None], parent_pid: int = 0) -> None:
