@@ -13,6 +13,8 @@ time for which a device is kept for a holder with nothing ready. The bounds:
   only if that has waited for at least t x/s. Between t and 2t such a job has at most 1 + s/x turns,
   each of one operation or a quantum. If t is longer than all of these turns together, nothing
   overtakes any more, so the wait is at most twice their sum, and one round for the claim.
+- `hold`: the same. A turn with gaps may last for four switches instead of a quantum, and ends if
+  another job has waited for a cycle of each job, which adds a round.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phaseloom.common.contract.ids import NodeId
+from phaseloom.scheduler.core.policies.ordering.hold import LEAST_TURN
 from phaseloom.scheduler.core.policies.registry import PLACEMENT
 from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Member, Placed, Placement
 from phaseloom.scheduler.core.validate import validate
@@ -38,7 +41,7 @@ from tests.unit.simulator.builders import config
 QUANTUM_S = 2.0
 HOLD_S = 1.0
 IN_TURNS = ["fcfs", "fifo_lock", "lrs", "round_robin"]
-BY_RATIO = ["hrrn", "hrrs", "hrrs_literal"]
+BY_RATIO = ["hold", "hrrn", "hrrs", "hrrs_literal"]
 
 
 class Mix:
@@ -73,8 +76,10 @@ class Mix:
         seconds = [phase.longest_s for other in jobs for phase in other.phases]
         switches = [d.load_s + d.offload_s for other in jobs for d in other.demands.values()]
         longest_s = max(seconds) + max(switches)
-        turns_s = round_s + len(jobs) * longest_s * (1 + QUANTUM_S / min(seconds))
-        return 2 * turns_s + round_s
+        is_hold = ordering == "hold"
+        turn_s = max(QUANTUM_S, 2 * LEAST_TURN * max(switches)) if is_hold else QUANTUM_S
+        turns_s = round_s + len(jobs) * longest_s * (1 + turn_s / min(seconds))
+        return 2 * turns_s + round_s * (1 + is_hold)
 
     def longest_waits_s(self, ordering: str, until_s: float) -> dict[str, float]:
         """Simulate the mix. Return the longest time that each job had an operation ready and
