@@ -57,6 +57,16 @@ async def test_tenant_with_many_requests_delays_no_other_tenant() -> None:
     assert [name for name in handler.started if name != "g0"] == [f"a{n}" for n in range(100)]
 
 
+async def test_requests_that_wait_for_nothing_run_in_turn_with_those_of_other_tenants() -> None:
+    handler = Handler()
+    queues = TenantQueues(handler.run)
+    handler.let("a0", "a1", "a2", "g0", "g1")
+    add(queues, "acme", "a0", "a1", "a2")
+    add(queues, "globex", "g0", "g1")
+    await queues.finish()
+    assert handler.started == ["a0", "g0", "a1", "g1", "a2"]
+
+
 async def test_requests_of_a_tenant_above_the_bound_are_refused_and_those_of_others_are_not() -> (
     None
 ):

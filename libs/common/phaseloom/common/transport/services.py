@@ -135,6 +135,8 @@ class TenantQueues:
                     await self._run(request)
                 except nats.errors.Error as error:  # the caller repeats the request or gives up
                     log.debug("cannot answer a request of %s: %r", tenant, error)
+                # Most requests wait for nothing. All would run in one step of the loop.
+                await asyncio.sleep(0)
         finally:
             del self._waiting[tenant], self._waiting_bytes[tenant]
 
