@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from phaseloom.simulator.draws import Draws
-from phaseloom.simulator.jobs import SimJob, Submission
+from phaseloom.simulator.jobs import SimJob
 
 
 class _ShortestRun:
@@ -32,8 +32,11 @@ class _ShortestRun:
 
     def _from_first_to_last_s(self, first_s: list[float], last_s: list[float]) -> float:
         job = self.job
-        serves = job.submission is Submission.SERIAL
-        thinks_s = [phase.think_s if serves else 0.0 for phase in job.phases[:-1]]
+        waits_before = job.submission.waits_before
+        thinks_s = [
+            phase.think_s if waits_before(following) else 0.0
+            for following, phase in enumerate(job.phases[:-1], 1)
+        ]
         if not job.steps_ahead:
             between_s = job.phases[-1].think_s + job.sync_s
             own_s = sum(self.work_s.values()) + job.iterations * sum(thinks_s)

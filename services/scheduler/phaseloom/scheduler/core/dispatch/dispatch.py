@@ -55,7 +55,7 @@ def dispatch(step: Step) -> None:
     """Start the next operations on every device that the step has touched."""
     _record_ready(step)
     _dispatch_dirty(step)
-    if ORDERING[step.config.ordering].may_wait:
+    if step.touched and ORDERING[step.config.ordering].may_wait:
         # A job that has come to wait for another device may no longer hold this one, and a job that
         # no longer waits may.
         _review_holds(step)
