@@ -20,7 +20,7 @@ TRL_VENV := .venv-trl
 REASONING_GYM := reasoning-gym>=0.1.25,<0.2
 
 SCENARIOS := plexrl-fig7b plexrl-fig8 plexrl-hrrs plexrl-relaxation weave-fig14 weave-fig15 weave-rivals weave-table5 weave-drift weave-jitter weave-punctual weave-failure weave-micro weave-tails \
-	weave-space weave-company wrong-table philly llmd-replay $(addprefix jigsaw-fig,12 13 14 15 16 17 18 19 20)
+	weave-space weave-company wrong-table philly llmd-replay order-mixes order-optimum $(addprefix jigsaw-fig,12 13 14 15 16 17 18 19 20)
 
 # Which tests `make test-SUBJECT` runs; each test file is in one of these.
 ON := tests/integration/test_
@@ -213,7 +213,7 @@ powercuts: $(VENV)/.test
 gpu-check:
 	PYTHONPATH=services/worker $(or $(wildcard $(BIN)/python),$(PYTHON)) -m loadtest.gpu $(ARGS)
 
-## simulate: every figure of the papers, in the scheduler's simulator; results in runs/simulate
+## simulate: every figure of the papers, and the orderings on other mixes, in the scheduler's simulator; results in runs/simulate
 simulate: $(VENV)/.test
 	for name in $(SCENARIOS); do $(BIN)/python -m loadtest simulate $$name $(ARGS) || exit 1; done
 

@@ -146,8 +146,6 @@ def views(draw: st.DrawFn) -> DeviceView:
         job=draw(st.sampled_from("abcd")),
         since_s=draw(times),
         idle_since_s=draw(times),
-        at_s=draw(st.sampled_from([99.0, 101.0, 120.0, math.inf])),
-        late_s=draw(st.sampled_from([103.0, 150.0, math.inf])),
         phase_until_s=draw(st.sampled_from([0.0, 110.0])),
         net_gap_s=draw(st.sampled_from([0.0, 15.0, math.inf])),
         away_switch_s=draw(st.sampled_from([0.0, SWITCH_S])),

@@ -278,8 +278,6 @@ def _resident(step: Step, slot: Slot) -> Resident | None:
         job=slot.holder,
         since_s=slot.held_since_s,
         idle_since_s=slot.idle_since_s,
-        at_s=expected.at_s if expected else NEVER_S,
-        late_s=expected.late_s if expected else NEVER_S,
         phase_until_s=ready.phase_until_s(step, slot),
         net_gap_s=_net_gap_s(step, slot, expected),
         period_s=estimates.period_s(step.state, slot.holder),

@@ -70,10 +70,6 @@ class Resident(msgspec.Struct, frozen=True):
     """When the job acquired the device."""
     idle_since_s: float
     """When its last operation on the device ended."""
-    at_s: float = math.inf
-    """Predicted time of its next operation on the device; inf if unknown."""
-    late_s: float = math.inf
-    """Time after which that prediction counts as wrong."""
     phase_until_s: float = 0.0
     """Time until which its phase is assumed to continue although nothing is ready. 0: the phase is
     over."""
