@@ -282,8 +282,9 @@ def _disk_method() -> str:
     """The method of disk I/O that the nodes of this machine are told to use."""
     method = os.environ.get("PHASELOOM_STATEMGR_DISK_METHOD", "")
     if not method and (file := os.environ.get(config.FILE_VARIABLE)):
-        table = tomllib.loads(Path(file).read_text()).get("statemgr", {})
-        method = str(table.get("disk_method", ""))
+        with suppress(OSError, ValueError):  # a bad file is reported where the mesh is checked
+            table = tomllib.loads(Path(file).read_text()).get("statemgr", {})
+            method = str(table.get("disk_method", ""))
     return method or str(DiskMethod.DIRECT)
 
 
