@@ -120,6 +120,22 @@ async def test_every_operation_gives_its_result_as_lists(nats_server: EmbeddedSe
         assert (await job.status()).state == "done"
 
 
+@pytest.mark.usefixtures("leader")
+async def test_staleness_counts_the_versions_published_since(nats_server: EmbeddedServer) -> None:
+    async with connected(nats_server) as mesh:
+        job = await mesh.submit_job("sums", SPECS)
+        policy, sampler = job.deployment("policy"), job.deployment("sampler")
+        assert (sampler.version, policy.staleness(sampler.version)) == (0, 0)
+        first = policy.publish_weights()
+        assert policy.staleness(sampler.version) == 1
+        sampler.sync_weights(first)
+        assert (sampler.version, policy.staleness(sampler.version)) == (first.seq, 0)
+        policy.optim_step(ADAM)
+        policy.publish_weights()
+        await policy.publish_weights()
+        assert policy.staleness(sampler.version) == 2
+
+
 async def test_operations_are_named_by_the_after_of_others(
     nats_server: EmbeddedServer, leader: Leader
 ) -> None:

@@ -95,7 +95,12 @@ def check_whole(said: dict[str, Any]) -> None:
     own, with_optimizer, without = said["went_on"]
     assert own == with_optimizer != without
     assert said["custom"]["mine"] == 1.0
-    assert said["ppo"]["num_tokens:sum"] == 7
+    for loss in ("importance_sampling", "ppo", "cispo", "dro"):
+        metrics = said[loss]
+        assert metrics["num_tokens:sum"] == 7
+        assert metrics["gap_abs:sum"] >= metrics["gap:max"] >= abs(metrics["kl_k1:sum"]) / 7
+        assert metrics["kl_k3:sum"] > 0 < metrics["ratio:max"]
+        assert metrics["clipped:sum"] in range(8)
     assert "unknown loss 'kto'" in said["refused"]
     assert "partial gradients are dropped" in said["partial"]
     assert said["after"] > 0.0

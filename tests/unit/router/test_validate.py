@@ -169,6 +169,7 @@ BAD: list[tuple[Args, str]] = [
     (ForwardBackward([Datum([1], [1])], Loss.IMPORTANCE_SAMPLING), "args.batch[0].logprobs"),
     (ForwardBackward([DATUM], Loss.PPO, clip_low=1.3, clip_high=1.2), "args.clip_low"),
     (ForwardBackward([DATUM], Loss.PPO, clip_high=math.inf), "args.clip_high"),
+    (changed(staleness=-1), "args.batch[1].staleness"),
     (OptimStep(AdamParams(-1.0)), "args.adam.learning_rate"),
     (OptimStep(AdamParams(math.nan)), "args.adam.learning_rate"),
     (OptimStep(AdamParams(1.0, eps=0.0)), "args.adam.eps"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -39,6 +40,19 @@ class Deployment:
         self._next_seq = next_seq
         self._outbox = outbox
         self._rollouts = Rollouts(self.generate, outbox.start)
+        self._versions: list[int] = []
+        """The versions that this session has published, in order."""
+
+    @property
+    def version(self) -> int:
+        """The weights version that an operation submitted now would use: the `seq` of its publish.
+        0: this session has not synced the weights."""
+        return self._rollouts.version
+
+    def staleness(self, version: int) -> int:
+        """Return how many versions this session has published after `version`, for
+        `Datum.staleness`."""
+        return len(self._versions) - bisect_right(self._versions, version)
 
     @property
     def next_seq(self) -> int:
@@ -173,6 +187,7 @@ class Deployment:
         clip_high: float = 1.2,
         beta: float = 0.05,
         logprobs: bool = False,
+        entropy: bool = False,
         after: Dependencies = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[ops.ForwardBackwardResult]:
@@ -181,6 +196,7 @@ class Deployment:
         Args:   clip_low, clip_high: parameters of the losses `ppo` and `cispo`.
                 beta: parameter of the loss `dro`.
                 logprobs: also return the log-probabilities of the targets, as `forward` does.
+                entropy: also return the metric `entropy:sum`.
         """
         if loss not in list(ops.Loss):
             raise CallerError(
@@ -190,7 +206,7 @@ class Deployment:
         parts = split_batch(batch)
         return self._submit(
             [
-                ops.ForwardBackward(part, kind, clip_low, clip_high, logprobs, beta)
+                ops.ForwardBackward(part, kind, clip_low, clip_high, logprobs, beta, entropy)
                 for part in parts
             ],
             after,
@@ -231,7 +247,9 @@ class Deployment:
                 allow_nonfinite: publish even if weights are NaN or infinite.
         """
         args = ops.PublishWeights(ttl_s, allow_nonfinite)
-        return self._submit([args], after, ops.PublishWeightsResult, timeout_s)
+        published = self._submit([args], after, ops.PublishWeightsResult, timeout_s)
+        self._versions.append(published.ref.seq)
+        return published
 
     @checked
     def sync_weights(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from phaseloom.common.contract.arrays import float32s, int32s
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.kinds import merge_metrics
 from phaseloom.common.contract.operations import (
     AdamParams,
     Datum,
@@ -61,6 +64,78 @@ def plain_logprobs(model: PreTrainedModel, datum: Datum) -> torch.Tensor:
     logits = model(input_ids=torch.tensor([int32s(datum.tokens)])).logits[0]
     targets = torch.tensor(int32s(datum.targets))
     return torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
+
+
+def plain_metrics(model: PreTrainedModel, args: ForwardBackward) -> dict[str, float]:
+    """The metrics of a loss with the sampler's log-probabilities, entropy and staleness included,
+    position by position."""
+    used: list[tuple[float, float, float, float]] = []
+    for datum in args.batch:
+        logits = model(input_ids=torch.tensor([int32s(datum.tokens)])).logits[0].detach().double()
+        lp_TV = torch.log_softmax(logits, -1)
+        lp_T = lp_TV.gather(-1, torch.tensor(int32s(datum.targets))[:, None])[:, 0]
+        gaps = (lp_T - torch.tensor(float32s(datum.logprobs or []))).tolist()
+        advantages = float32s(datum.advantages or [])
+        entropies = -(lp_TV.exp() * lp_TV).sum(-1)
+        stale = [float(datum.staleness or 0)] * len(gaps)
+        rows = zip(gaps, advantages, entropies.tolist(), stale, strict=True)
+        used += [row for row in rows if row[1] != 0]
+    gaps, ratios = [row[0] for row in used], [math.exp(row[0]) for row in used]
+    bounded = [min(max(ratio, args.clip_low), args.clip_high) for ratio in ratios]
+    cut = [b != r for b, r in zip(bounded, ratios, strict=True)]
+    if args.loss is Loss.PPO:
+        lowers = [b * row[1] < r * row[1] for b, r, row in zip(bounded, ratios, used, strict=True)]
+        cut = [one and other for one, other in zip(cut, lowers, strict=True)]
+    return {
+        "gap_abs:sum": sum(map(abs, gaps)),
+        "gap:max": max(map(abs, gaps)),
+        "kl_k1:sum": -sum(gaps),
+        "kl_k3:sum": sum(ratio - 1 - gap for ratio, gap in zip(ratios, gaps, strict=True)),
+        "clipped:sum": sum(cut) if args.loss in (Loss.PPO, Loss.CISPO) else 0,
+        "ratio:max": max(ratios),
+        "entropy:sum": sum(row[2] for row in used),
+        "num_tokens:sum": len(used),
+        "staleness:sum": sum(row[3] for row in used),
+        "staleness:max": max(row[3] for row in used),
+    }
+
+
+def off_policy(loss: Loss, seed: int = 0) -> ForwardBackward:
+    """A batch whose metrics all differ from 0, with the entropy and a staleness for each sample."""
+    data = [replace(datum, staleness=i % 4) for i, datum in enumerate(batch(seed, loss=loss))]
+    return ForwardBackward(data, loss, entropy=True)
+
+
+@pytest.mark.parametrize("loss", [loss for loss in Loss if loss is not Loss.CROSS_ENTROPY])
+def test_metrics_equal_those_of_plain_pytorch_whole_and_in_parts(
+    policy: tuple[Backend, Heap], loss: Loss
+) -> None:
+    backend, _ = policy
+    args = off_policy(loss)
+    expected = plain_metrics(build_model(spec().model), args)
+    whole = backend.forward_backward(args).metrics
+    parts = [
+        backend.forward_backward(replace(args, batch=part)).metrics
+        for part in (args.batch[:5], args.batch[5:6], args.batch[6:])
+    ]
+    for actual in (whole, merge_metrics(parts)):
+        loss_sum = actual.pop("loss:sum")
+        assert loss_sum == pytest.approx(plain_loss(build_model(spec().model), args).item(), 1e-4)
+        assert actual == pytest.approx(expected, rel=1e-4)
+
+
+def test_entropy_is_reported_only_if_requested_and_changes_no_gradient(
+    policy: tuple[Backend, Heap],
+) -> None:
+    backend, heap = policy
+    digests = []
+    for entropy in (False, True):
+        args = ForwardBackward(batch(loss=Loss.CROSS_ENTROPY), Loss.CROSS_ENTROPY, entropy=entropy)
+        metrics = backend.forward_backward(args).metrics
+        assert ("entropy:sum" in metrics) == entropy
+        digests.append(bytes(heap.buffer))
+        backend.zero_gradients()
+    assert digests[0] == digests[1]
 
 
 def plain_loss(model: PreTrainedModel, args: ForwardBackward) -> torch.Tensor:

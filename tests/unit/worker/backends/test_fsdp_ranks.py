@@ -78,8 +78,9 @@ def _steps() -> list[list[ForwardBackward]]:
     a single sample, which leaves a rank without any, and one without loss on a rank."""
     long = Datum([3] * 40, [4] * 40, weights=[0.5, -0.25] * 20)
     quiet = [Datum([1, 2], [2, 3], weights=[0.0, 0.0]), *batch(9, loss=Loss.CROSS_ENTROPY)[:1]]
+    stale = [replace(datum, staleness=i) for i, datum in enumerate(batch(2))]
     return [
-        [ForwardBackward(batch(1), Loss.PPO), ForwardBackward(batch(2), Loss.CISPO)],
+        [ForwardBackward(batch(1), Loss.PPO), ForwardBackward(stale, Loss.CISPO, entropy=True)],
         [
             ForwardBackward([long, *batch(3, loss=Loss.CROSS_ENTROPY)], Loss.CROSS_ENTROPY),
             ForwardBackward(batch(4)[:1], Loss.IMPORTANCE_SAMPLING),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from phaseloom.common.contract.operations import Datum, ForwardBackward, Loss
-from phaseloom.worker.backends.losses import loss_sum
+from phaseloom.worker.backends.losses import combined, loss_sum, metric_names, pass_metrics
 
 LP = [-0.5, -2.0, -1.0, -3.0]
 Q = [-1.0, -1.0, -1.1, -2.9]
@@ -91,3 +92,78 @@ def test_overflowing_ratio_without_advantage_counts_nothing(loss: Loss) -> None:
 def test_ppo_with_an_overflowing_ratio_and_a_negative_advantage_is_infinite() -> None:
     args = ForwardBackward(NO_BATCH, Loss.PPO)
     assert loss_sum(args, torch.zeros(1), torch.tensor([-300.0]), -torch.ones(1)) == torch.inf
+
+
+METRICS = ["gap_abs:sum", "gap:max", "kl_k1:sum", "kl_k3:sum", "clipped:sum", "ratio:max"]
+
+
+def _metrics(
+    args: ForwardBackward, lp: list[float], q: list[float], coefficient: list[float]
+) -> dict[str, float]:
+    lp_N, q_N, coefficient_N = map(torch.tensor, (lp, q, coefficient))
+    loss = loss_sum(args, lp_N, q_N, coefficient_N)
+    row = pass_metrics(args, loss, lp_N, q_N, coefficient_N)
+    names = metric_names(args)
+    return dict(zip(names, combined(names, [row]).tolist(), strict=True))
+
+
+@pytest.mark.parametrize("loss", [loss for loss in Loss if loss is not Loss.CROSS_ENTROPY])
+def test_metrics_are_those_of_the_definitions(loss: Loss) -> None:
+    args = ForwardBackward(NO_BATCH, loss, clip_low=0.9, clip_high=1.3)
+    used = [(lp, q, a) for lp, q, a in zip(LP, Q, COEFFICIENT, strict=True) if a != 0]
+    gaps = [lp - q for lp, q, _ in used]
+    ratios = [math.exp(gap) for gap in gaps]
+    clipped = 0
+    if loss is Loss.PPO:
+        pairs = zip(ratios, (a for *_, a in used), strict=True)
+        clipped = sum(min(max(r, 0.9), 1.3) * a < r * a for r, a in pairs)
+    if loss is Loss.CISPO:
+        clipped = sum(not 0.9 <= ratio <= 1.3 for ratio in ratios)
+    metrics = _metrics(args, *map(list, zip(*used, strict=True)))
+    assert [*metrics] == ["loss:sum", *METRICS]
+    del metrics["loss:sum"]
+    assert metrics == pytest.approx(
+        {
+            "gap_abs:sum": sum(map(abs, gaps)),
+            "gap:max": max(map(abs, gaps)),
+            "kl_k1:sum": -sum(gaps),
+            "kl_k3:sum": sum(ratio - 1 - math.log(ratio) for ratio in ratios),
+            "clipped:sum": clipped,
+            "ratio:max": max(ratios),
+        },
+        rel=1e-6,
+    )
+
+
+def test_documentation_defines_every_metric() -> None:
+    text = (Path(__file__).parents[4] / "docs" / "metrics.md").read_text()
+    names = metric_names(ForwardBackward(NO_BATCH, Loss.PPO, entropy=True))
+    assert [name for name in names if f"`{name}`" not in text] == []
+
+
+def test_k3_keeps_the_digits_of_a_small_gap() -> None:
+    gap = 2.0**-20
+    metrics = _metrics(ForwardBackward(NO_BATCH, Loss.PPO), [-1.0 + gap], [-1.0], [1.0])
+    assert metrics["kl_k3:sum"] == pytest.approx(gap**2 / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", [Loss.PPO, Loss.IMPORTANCE_SAMPLING, Loss.CISPO, Loss.DRO])
+def test_metrics_of_extreme_gaps_are_finite(loss: Loss) -> None:
+    huge = 3e38
+    metrics = _metrics(
+        ForwardBackward(NO_BATCH, loss), [-0.1, -huge, -math.inf], [-huge, -0.1, huge], [1.0] * 3
+    )
+    assert all(math.isfinite(metrics[name]) for name in METRICS)
+    assert metrics["gap:max"] >= huge
+
+
+def test_metrics_combine_by_their_suffix_and_without_positions() -> None:
+    args = ForwardBackward(NO_BATCH, Loss.PPO, clip_low=0.9, clip_high=1.3)
+    names = metric_names(args)
+    whole = _metrics(args, LP, Q, COEFFICIENT)
+    rows = []
+    for part in (slice(0, 1), slice(1, 1), slice(1, 4)):
+        lp_N, q_N, a_N = (torch.tensor(values[part]) for values in (LP, Q, COEFFICIENT))
+        rows.append(pass_metrics(args, loss_sum(args, lp_N, q_N, a_N), lp_N, q_N, a_N))
+    assert combined(names, rows).tolist() == pytest.approx([*whole.values()], rel=1e-6)
+    assert not combined(names, []).any()

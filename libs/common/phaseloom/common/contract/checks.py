@@ -126,6 +126,10 @@ def check_forward(key: OperationKey, args: ops.Forward) -> None:
 
 def check_forward_backward(key: OperationKey, args: ops.ForwardBackward) -> None:
     check_num_targets(args)
+    for i, datum in enumerate(args.batch):
+        if datum.staleness is not None:
+            field = f"args.batch[{i}].staleness"
+            check_range(datum.staleness, 0, SEQ_END - 1, field, "versions")
     check_batch(args.batch, _LOSS_ARRAYS[args.loss])
     _check_unused(args)
     check_finite(args.clip_low, "args.clip_low")

@@ -95,6 +95,9 @@ class Datum(msgspec.Struct, frozen=True, omit_defaults=True):
     num_targets: int = 1
     """Targets per position. More than one is supported only by `forward` and `cross_entropy`, for
     example for the likeliest tokens of a teacher, with its probabilities as weights."""
+    staleness: int | None = None
+    """How many versions the policy has published after the one that sampled the targets. It only
+    adds metrics to the result of `forward_backward`."""
 
 
 class AdamParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -171,6 +174,9 @@ class ForwardBackward(Message, frozen=True):
     gradient."""
     beta: float = 0.05
     """How strongly `dro` keeps the policy close to the sampler's."""
+    entropy: bool = False
+    """Whether the result also has `entropy:sum`, of the distributions that the counted targets are
+    predicted from. This costs a pass over their logits."""
 
 
 class OptimStep(Message, frozen=True):
@@ -333,7 +339,12 @@ class ForwardResult(Message, frozen=True):
 
 class ForwardBackwardResult(Message, frozen=True):
     metrics: dict[str, float]
-    """`loss:sum`, `num_tokens:sum` (positions with a nonzero weight or advantage), …"""
+    """`loss:sum` and `num_tokens:sum` (positions with a nonzero weight or advantage). Every loss
+    but `cross_entropy` adds sums and maxima over these positions. With lp and q, the learner's and
+    the sampler's log-probability of the target, and r = exp(lp − q): `gap_abs:sum` and `gap:max` of
+    |lp − q|, `kl_k1:sum` of −log r, `kl_k3:sum` of r − 1 − log r, `clipped:sum` (positions where
+    `ppo` or `cispo` used a bound in place of r), `ratio:max` of r. `staleness:sum` and
+    `staleness:max` if a datum has its staleness, `entropy:sum` if requested."""
     logprobs: list[Float32s] = []
     """One (T · num_targets,) array per datum, if requested."""
 

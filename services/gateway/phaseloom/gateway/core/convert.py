@@ -182,7 +182,7 @@ def trained(request: Any, context: int) -> Forward | ForwardBackward:
         ) from None
     if request.forward_only:
         return Forward([Datum(d.tokens, d.targets, num_targets=d.num_targets) for d in batch])
-    return ForwardBackward(batch, loss, logprobs=True, **_settings(request, loss))
+    return ForwardBackward(batch, loss, logprobs=True, entropy=False, **_settings(request, loss))
 
 
 def _check_size(request: Any) -> None:

@@ -145,6 +145,18 @@ def without_loss(datum: Datum) -> Datum:
     return Datum(datum.tokens, datum.targets, num_targets=datum.num_targets)
 
 
+def staleness_metrics(args: ForwardBackward, batch: Batch) -> dict[str, float]:
+    """Return the staleness of the tokens that count; nothing if no sample has one."""
+    if all(datum.staleness is None for datum in args.batch):
+        return {}
+    staleness_S = np.array([datum.staleness or 0 for datum in args.batch], dtype=np.float64)
+    num_used_S = np.add.reduceat(batch.is_used_N.astype(np.int64), batch.starts[:-1])
+    return {
+        "staleness:sum": float((staleness_S * num_used_S).sum()),
+        "staleness:max": float(staleness_S[num_used_S > 0].max(initial=0.0)),
+    }
+
+
 def check_one_target(data: Sequence[Datum]) -> None:
     """Check that each position has one target. Raises: CallerError: a sample has several."""
     for i, datum in enumerate(data):

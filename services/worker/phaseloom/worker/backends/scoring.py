@@ -20,6 +20,10 @@ from phaseloom.worker.backends.architectures import attention_masks, has_dynamic
 from phaseloom.worker.backends.batch import Batch
 from phaseloom.worker.backends.packing import Pass, passes
 
+ENTROPY_ROWS = 256
+"""Positions whose entropies are computed at a time. Bounds the memory: a block needs as much again
+as its logits."""
+
 
 class Scorer(nn.Module):
     """Runs a causal LM's body over packed rows, and its head only on the requested positions.
@@ -36,10 +40,14 @@ class Scorer(nn.Module):
         """Whether a prefix computes the same before branches of different lengths."""
         self._dtype = dtype
 
-    def forward(self, packed: Pass) -> torch.Tensor:
+    def forward(
+        self, packed: Pass, *, with_entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the targets' log-probabilities: (N,), or (N, K) with several targets per
-        position."""
-        return _of_targets(self.logits(packed), packed)
+        position. Also return the entropies (N,) of the distributions, without gradients, if they
+        are requested."""
+        logits_NV = self.logits(packed)
+        return _of_targets(logits_NV, packed), _entropies(logits_NV) if with_entropy else None
 
     def logits(self, packed: Pass) -> torch.Tensor:
         """Return (N, V) float32 logits at the requested positions."""
@@ -79,6 +87,12 @@ def _of_targets(logits_NV: torch.Tensor, packed: Pass) -> torch.Tensor:
     return -nn.functional.cross_entropy(logits_NV, targets_N, reduction="none")
 
 
+@torch.no_grad()
+def _entropies(logits_NV: torch.Tensor) -> torch.Tensor:
+    blocks = torch.split(logits_NV, ENTROPY_ROWS)
+    return torch.cat([torch.special.entr(block.softmax(-1)).sum(-1) for block in blocks])
+
+
 def logprobs(scorer: Scorer, batch: Batch, packed: Iterable[Pass] | None = None) -> list[bytes]:
     """Return the log-probabilities of each sample's targets, as (T · K,) little-endian float32.
 
@@ -88,7 +102,7 @@ def logprobs(scorer: Scorer, batch: Batch, packed: Iterable[Pass] | None = None)
     shares = scorer.shares_prefixes
     for item in passes(batch, only_used=False, shares=shares) if packed is None else packed:
         if item.index_N.size:  # an idle pass requests no position
-            lp_N[item.source_N] = scorer(item).cpu().numpy()
+            lp_N[item.source_N] = scorer(item)[0].cpu().numpy()
         else:
             # Its collectives must run all the same.
             scorer(item)

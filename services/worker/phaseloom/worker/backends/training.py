@@ -29,8 +29,9 @@ from phaseloom.common.contract.operations import (
     OptimStepResult,
 )
 from phaseloom.worker.backends.base import RankGroup, Watch
-from phaseloom.worker.backends.batch import logprobs_request
+from phaseloom.worker.backends.batch import Batch, logprobs_request, staleness_metrics
 from phaseloom.worker.backends.layout import Layout, Region, TrainingLayout
+from phaseloom.worker.backends.losses import metric_names
 from phaseloom.worker.backends.model import HeapTensors, is_finite
 from phaseloom.worker.backends.optimizer import Hyperparameters, Moments, take_step
 from phaseloom.worker.backends.processgroup import Member, collective, largest
@@ -201,12 +202,16 @@ class TrainingBackend(Member, ABC):
             )
         return self._training
 
-    def _result(self, args: ForwardBackward, loss: float, num_tokens: int) -> ForwardBackwardResult:
+    def _result(
+        self, args: ForwardBackward, batch: Batch, totals: torch.Tensor, num_tokens: int
+    ) -> ForwardBackwardResult:
         """Check the accumulated gradients and build the result. Collective.
 
-        Args: loss, num_tokens: of this rank's share.
+        Args: batch, totals, num_tokens: this rank's share, with the metrics of all its passes.
         Raises: CallerError: on some rank the loss or a gradient is not finite.
         """
+        metrics = dict(zip(metric_names(args), totals.tolist(), strict=True))
+        loss = metrics["loss:sum"]
         is_finite = math.isfinite(loss)
         # A single sum is enough: any inf or nan makes it non-finite.
         is_finite &= math.isfinite(self._require_training().gradients.sum().item())
@@ -219,7 +224,11 @@ class TrainingBackend(Member, ABC):
             )
         request = logprobs_request(args)
         return ForwardBackwardResult(
-            {"loss:sum": loss, "num_tokens:sum": float(num_tokens)},
+            {
+                **metrics,
+                "num_tokens:sum": float(num_tokens),
+                **staleness_metrics(args, batch),
+            },
             self.forward(request).logprobs if request else [],
         )
 

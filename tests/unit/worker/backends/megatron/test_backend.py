@@ -46,7 +46,7 @@ from tests.support.versions import take
 from tests.unit.worker.backends.models import batch, running
 from tests.unit.worker.backends.rank_child import Fill, Step
 from tests.unit.worker.backends.ranks import Ranks
-from tests.unit.worker.backends.test_fsdp import plain_loss
+from tests.unit.worker.backends.test_fsdp import off_policy, plain_loss, plain_metrics
 
 STEP = OptimStep(AdamParams(1e-2, eps=1e-3, weight_decay=0.1, grad_clip_norm=1.0))
 """With an eps that keeps gradients of nearly zero from making steps of a whole learning rate."""
@@ -175,10 +175,10 @@ def lessons() -> list[ForwardBackward]:
     only: a replica has none."""
     long = Datum([3] * 40, [4] * 40, weights=[0.5, -0.25] * 20)
     return [
-        ForwardBackward(batch(1), Loss.PPO),
+        off_policy(Loss.PPO, 1),
         ForwardBackward([long, *batch(3, loss=Loss.CROSS_ENTROPY)], Loss.CROSS_ENTROPY),
         ForwardBackward(of_lengths(62, 1, 30), Loss.CROSS_ENTROPY),
-        ForwardBackward(batch(2), Loss.CISPO),
+        off_policy(Loss.CISPO, 2),
         ForwardBackward(batch(4)[:1], Loss.IMPORTANCE_SAMPLING),
     ]
 
@@ -208,7 +208,11 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             expected = plain_loss(model, args)
             torch.autograd.backward(expected)
             metrics = ranks.forward_backward(args).metrics
-            assert metrics["loss:sum"] == pytest.approx(expected.item(), rel=1e-4, abs=1e-4)
+            assert metrics.pop("loss:sum") == pytest.approx(expected.item(), rel=1e-4, abs=1e-4)
+            if args.loss is not Loss.CROSS_ENTROPY:
+                defined = plain_metrics(model, args)
+                assert metrics == pytest.approx({name: defined[name] for name in metrics}, rel=1e-3)
+                assert ("entropy:sum" in metrics) == args.entropy
         named = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
         gradients = by_file(model, named)
         error, where = worst(ranks, gradients, Role.GRADIENT, ".grad")

@@ -62,7 +62,7 @@ from phaseloom.worker.backends.layout import (
 )
 from phaseloom.worker.backends.lora.adapters import own_parameters
 from phaseloom.worker.backends.lora.sharedbase import SharedBase, base_scratch_bytes
-from phaseloom.worker.backends.losses import loss_sum
+from phaseloom.worker.backends.losses import combined, loss_sum, metric_names, pass_metrics
 from phaseloom.worker.backends.model import (
     TORCH_DTYPES,
     HeapTensors,
@@ -190,12 +190,13 @@ class FsdpBackend(TrainingBackend):
         Raises: CallerError: the loss or a gradient is not finite; the gradients are spoilt.
         """
         self._require_training()
-        loss = 0.0
+        batch = loss_batch(args, self.vocab_size)
+        rows: list[torch.Tensor] = []
         num_tokens = 0
-        for packed in self._passes(loss_batch(args, self.vocab_size), only_used=True):
+        for packed in self._passes(batch, only_used=True):
             num_tokens += packed.index_N.size
-            loss += self._backward(args, packed)
-        return self._result(args, loss, num_tokens)
+            rows.append(self._backward(args, packed))
+        return self._result(args, batch, combined(metric_names(args), rows), num_tokens)
 
     @collective
     def weights_sha256(self) -> str:
@@ -255,12 +256,14 @@ class FsdpBackend(TrainingBackend):
         join_process_group(self._ranks, kind, self._group)
         return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
 
-    def _backward(self, args: ForwardBackward, packed: Pass) -> float:
-        lp_N = self._scorer(packed)
+    def _backward(self, args: ForwardBackward, packed: Pass) -> torch.Tensor:
+        """Add the gradients of a pass. Return its metrics."""
+        lp_N, entropy_N = self._scorer(packed, with_entropy=args.entropy)
         q_N, coefficient_N = torch.from_numpy(packed.q_N), torch.from_numpy(packed.coefficient_N)
-        loss = loss_sum(args, lp_N, q_N.to(lp_N.device), coefficient_N.to(lp_N.device))
+        q_N, coefficient_N = q_N.to(lp_N.device), coefficient_N.to(lp_N.device)
+        loss = loss_sum(args, lp_N, q_N, coefficient_N)
         torch.autograd.backward(loss)
-        return loss.item()
+        return pass_metrics(args, loss, lp_N, q_N, coefficient_N, entropy_N=entropy_N)
 
     def grad_norm(self, training: Training) -> float:
         # Ranks hold disjoint shards, so their squares add up.

@@ -52,7 +52,7 @@ from phaseloom.worker.backends.gathering import owned, weights_digest
 from phaseloom.worker.backends.layout import Layout, Shard, check_layout, lay_out, plan
 from phaseloom.worker.backends.lora.adapters import own_parameters
 from phaseloom.worker.backends.lora.sharedbase import BaseMemory
-from phaseloom.worker.backends.losses import loss_sum
+from phaseloom.worker.backends.losses import combined, loss_sum, metric_names, pass_metrics
 from phaseloom.worker.backends.megatron import devices
 from phaseloom.worker.backends.megatron.adapters import adapt, matrix_shards
 from phaseloom.worker.backends.megatron.context import Share, share_of
@@ -94,7 +94,7 @@ from phaseloom.worker.backends.training import (
 from phaseloom.worker.state.devicememory import DeviceMemory
 
 Finish = Callable[[Share, torch.Tensor], torch.Tensor]
-"""Computes the loss of a share from its log-probabilities (N,), on the last stage."""
+"""Computes the loss of a share from the last stage's output for it (`Stage.forward`)."""
 
 
 class MegatronBackend(TrainingBackend):
@@ -192,24 +192,23 @@ class MegatronBackend(TrainingBackend):
         Raises: CallerError: the loss or a gradient is not finite; the gradients are spoilt.
         """
         self._require_training()
-        packed = self._passes(loss_batch(args, self.vocab_size), only_used=True)
-        losses: list[torch.Tensor] = []
+        batch = loss_batch(args, self.vocab_size)
+        packed = self._passes(batch, only_used=True)
+        rows: list[torch.Tensor] = []
 
-        def loss_of(share: Share, lp_N: torch.Tensor) -> torch.Tensor:
-            q_N, coefficient_N = (
-                torch.from_numpy(share.q_N),
-                torch.from_numpy(share.coefficient_N),
-            )
-            loss = loss_sum(args, lp_N, q_N.to(lp_N.device), coefficient_N.to(lp_N.device))
-            losses.append(loss.detach())
+        def loss_of(share: Share, output: torch.Tensor) -> torch.Tensor:
+            lp_N, entropy_N = output if args.entropy else (output, None)
+            q_N = torch.from_numpy(share.q_N).to(lp_N.device)
+            coefficient_N = torch.from_numpy(share.coefficient_N).to(lp_N.device)
+            loss = loss_sum(args, lp_N, q_N, coefficient_N)
+            rows.append(pass_metrics(args, loss, lp_N, q_N, coefficient_N, entropy_N=entropy_N))
             return loss
 
         self._gradients.begin()
-        self._run(packed, loss_of, is_training=True)
+        self._run(packed, loss_of, is_training=True, with_entropy=args.entropy)
         self._gradients.reduce()
-        total = torch.tensor(sum(item.item() for item in losses), dtype=torch.float64)
-        self._add_up_shares(total)
-        return self._result(args, total.item(), sum(item.index_N.size for item in packed))
+        totals = self._combined_shares(metric_names(args), rows)
+        return self._result(args, batch, totals, sum(item.index_N.size for item in packed))
 
     def grad_norm(self, training: Training) -> float:
         square = self._gradients.squared(self._owned)
@@ -328,7 +327,14 @@ class MegatronBackend(TrainingBackend):
                 )
                 view.copy_(drawn_weights[name].detach()[inside])
 
-    def _run(self, packed: Sequence[Pass], finish: Finish, *, is_training: bool) -> None:
+    def _run(
+        self,
+        packed: Sequence[Pass],
+        finish: Finish,
+        *,
+        is_training: bool,
+        with_entropy: bool = False,
+    ) -> None:
         """Run passes through the pipeline: forward and, if training, backward. Collective in a
         replica."""
         if not packed:
@@ -341,7 +347,7 @@ class MegatronBackend(TrainingBackend):
 
         def step(waiting: Iterator[Pass], stage: Stage) -> tuple[torch.Tensor, Callable[..., Any]]:
             share = share_of(next(waiting), layout.cp, at.cp, layout.tp)
-            return stage(share), functools.partial(end, share)
+            return stage(share, with_entropy=with_entropy), functools.partial(end, share)
 
         run = get_forward_backward_func()
         run(
@@ -367,6 +373,16 @@ class MegatronBackend(TrainingBackend):
                 largest(len(local_passes), self._ranks) - len(local_passes)
             )
         return local_passes
+
+    def _combined_shares(self, names: list[str], rows: list[torch.Tensor]) -> torch.Tensor:
+        """Combine the metrics of all passes of all context-parallel ranks. Collective among
+        them."""
+        totals = combined(names, rows)
+        if self._place.layout.cp == 1:
+            return totals
+        shares = [torch.empty_like(totals) for _ in range(self._place.layout.cp)]
+        dist.all_gather(shares, totals, group=parallel_state.get_context_parallel_group())
+        return combined(names, shares)
 
     def _add_up_shares(self, values: torch.Tensor) -> None:
         """Sum values in host memory over the context-parallel ranks. Collective among them."""

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import (
@@ -38,6 +39,7 @@ from torch import nn
 from phaseloom.common.contract.specs import Layout
 from phaseloom.worker.backends.megatron.context import Share
 from phaseloom.worker.backends.megatron.slices import Experts, Place, Sizes, token_ids
+from phaseloom.worker.backends.scoring import ENTROPY_ROWS
 
 
 class Attention(SelfAttention):  # type: ignore[misc]
@@ -146,11 +148,12 @@ class Stage(GPTModel):  # type: ignore[misc]
         """Do nothing. The weights of a tied embedding are views of the heap, and `gradients` sums
         its gradients."""
 
-    def forward(self, share: Share) -> torch.Tensor:
+    def forward(self, share: Share, *, with_entropy: bool = False) -> torch.Tensor:
         """Run the stage.
 
-        Returns: on the last stage, the log-probabilities (N,) of the targets; otherwise the next
-                 stage's input (T / tp, B, H).
+        Returns: on the last stage, the log-probabilities (N,) of the targets, or (2, N): these and
+                 the entropies of the distributions; otherwise the next stage's input (T / tp, B,
+                 H).
         """
         hidden_TBH: Any = None
         if self.pre_process:
@@ -172,7 +175,11 @@ class Stage(GPTModel):  # type: ignore[misc]
         is_tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if is_tied else None
         logits_N1V, _ = self.output_layer(asked_NH[:, None], weight=weight)
-        return self._logprobs(logits_N1V[:, 0].float(), self._here(share.targets_N))
+        logits_NV = self._masked(logits_N1V[:, 0].float())
+        # The cross-entropy changes the logits in place.
+        entropy_N = _entropies(logits_NV) if with_entropy else None
+        nll_N: torch.Tensor = vocab_parallel_cross_entropy(logits_NV, self._here(share.targets_N))
+        return -nll_N if entropy_N is None else torch.stack([-nll_N, entropy_N])
 
     def _here(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._frequencies.device)
@@ -182,12 +189,29 @@ class Stage(GPTModel):  # type: ignore[misc]
         angles_TBD = positions_BT.t()[..., None].float() * self._frequencies
         return torch.cat([angles_TBD, angles_TBD], -1)[:, :, None]
 
-    def _logprobs(self, logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-        if self._num_ids < logits_NV.shape[1]:
-            padding_V = torch.arange(logits_NV.shape[1], device=logits_NV.device) >= self._num_ids
-            logits_NV = logits_NV.masked_fill(padding_V, -torch.inf)
-        nll_N: torch.Tensor = vocab_parallel_cross_entropy(logits_NV, targets_N)
-        return -nll_N
+    def _masked(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        if self._num_ids == logits_NV.shape[1]:
+            return logits_NV
+        padding_V = torch.arange(logits_NV.shape[1], device=logits_NV.device) >= self._num_ids
+        return logits_NV.masked_fill(padding_V, -torch.inf)
+
+
+@torch.no_grad()
+def _entropies(logits_NV: torch.Tensor) -> torch.Tensor:
+    """Return the entropies (N,) of distributions whose vocabulary is spread over ranks. Collective
+    among them."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    entropies = []
+    for block in torch.split(logits_NV, ENTROPY_ROWS):
+        top = block.amax(-1, keepdim=True)
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+        weights = (block - top).exp()
+        total = weights.sum(-1, keepdim=True)
+        dist.all_reduce(total, group=group)
+        entropy = torch.special.entr(weights / total).sum(-1)
+        dist.all_reduce(entropy, group=group)
+        entropies.append(entropy)
+    return torch.cat(entropies)
 
 
 def _expert_settings(experts: Experts | None, layout: Layout) -> dict[str, Any]:
