@@ -379,9 +379,12 @@ async def main() -> None:
                 slo=options.slo,
                 cycle=declared(*options.cycle) if options.cycle else None,
                 may_wait=options.may_wait,
+                config=asdict(settings),
+                checkpoints=["final"],
             )
         except CallerError as error:
-            if error.info.code is not Code.ALREADY_EXISTS or not settings.checkpoint_every:
+            runs_already = error.info.code is Code.ALREADY_EXISTS and error.info.field == "job"
+            if not (runs_already and settings.checkpoint_every):
                 raise
             job = await mesh.attach(name)  # an earlier run of this program began it
         report_line("ready", job=job.name, task=options.task, steps=settings.steps)
@@ -391,14 +394,14 @@ async def main() -> None:
             if event == "step":  # for the curves of the console
                 job.report({"reward": float(values["reward"])}, step=int(values["step"]))
 
-        failed = True
-        try:
-            await train(job, options.task, settings, report, barrier, last=job.checkpoint)
-            failed = False
-        finally:
-            # With checkpoints, the program can be started again and goes on from the last one.
-            if not (failed and settings.checkpoint_every):
-                await job.finish(failed=failed)
+        training = train(job, options.task, settings, report, barrier, last=job.checkpoint)
+        if settings.checkpoint_every:
+            # Whatever stops the program, it can be started again and goes on from the last one.
+            await training
+            await job.finish()
+        else:
+            async with job:  # ends it; Ctrl-C leaves it as it is
+                await training
 
 
 if __name__ == "__main__":

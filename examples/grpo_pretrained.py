@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -241,14 +241,15 @@ async def main() -> None:
         ),
     ]
     async with connect() as mesh:
-        job = await mesh.submit_job(options.job or options.task, deployments)
+        job = await mesh.submit_job(
+            options.job or options.task,
+            deployments,
+            config=asdict(settings),
+            checkpoints=["final"],
+        )
         report_line("ready", job=job.name, task=options.task, steps=settings.steps)
-        failed = True
-        try:
+        async with job:  # ends it; Ctrl-C leaves it as it is
             await train(job, task, held_out, settings, adam, report=report_line, barrier=barrier)
-            failed = False
-        finally:
-            await job.finish(failed=failed)
 
 
 def load_tokenizer(directory: str) -> Any:

@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from grpo import Barrier, Report, normalised, report_line, spread
 from settings import MODEL
@@ -341,14 +341,15 @@ async def main() -> None:
             raise EOFError("stdin ended before the barrier was lifted")
 
     async with connect() as mesh:
-        job = await mesh.submit_job(options.job, deployments(model_of(settings), options.pool))
+        job = await mesh.submit_job(
+            options.job,
+            deployments(model_of(settings), options.pool),
+            config=asdict(settings),
+            checkpoints=["final"],
+        )
         report_line("ready", job=job.name, steps=settings.steps)
-        failed = True
-        try:
+        async with job:  # ends it; Ctrl-C leaves it as it is
             await train(job, environment, settings, report_line, barrier)
-            failed = False
-        finally:
-            await job.finish(failed=failed)
 
 
 if __name__ == "__main__":

@@ -70,8 +70,8 @@ async def main() -> None:
                 DeploymentSpec("sampler", "rollout", "sampler", MODEL),
             ],
         )
-        failed = True
-        try:
+        # The block ends the job. Ctrl-C leaves it: `mesh.attach("hello")` then resumes it.
+        async with job:
             policy, sampler = job.deployment("policy"), job.deployment("sampler")
             for step in range(1, 16):
                 prompt = Prompt(PROMPT, seed=step)
@@ -87,9 +87,6 @@ async def main() -> None:
                 for operation in (trained, stepped, synced):
                     await operation
                 print(f"step {step}: reward {mean:.2f}", flush=True)
-            failed = False
-        finally:
-            await job.finish(failed=failed)
 
 
 if __name__ == "__main__":

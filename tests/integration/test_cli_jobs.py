@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from phaseloom import client
 from phaseloom.cli.jobs import cancel, drain, explain, jobs
 from phaseloom.cli.meshconfig import MeshConfig
+from phaseloom.cli.runs import list_runs, prune
 from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import Cycle, DeploymentSpec, ModelSpec, Segment
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
@@ -35,10 +38,13 @@ async def test_jobs_are_listed_and_waiting_operations_explained(tmp_path: Path) 
         assert "none yet" in await asyncio.to_thread(shown, jobs, run=run)
         async with tenant(mesh) as connection:
             spec = DeploymentSpec("policy", "train", "noop", ModelSpec({}), trainable=True)
-            job = await connection.submit_job("mine", [spec])
+            job = await connection.submit_job(
+                "mine", [spec], config={"lr": 0.5, "[red]": [1]}, tags=["baseline", "[b]x"]
+            )
             policy = job.deployment("policy")
             await policy.publish_weights()
             listed = await asyncio.to_thread(shown, jobs, run=run)
+            assert f"run {job.run}, #baseline, #[b]x, lr=0.5, [red]=[1]" in listed
             assert "demo.mine" in listed
             assert "train-0" in listed
             assert "g1" in listed, "where it is"
@@ -57,7 +63,7 @@ async def test_jobs_are_listed_and_waiting_operations_explained(tmp_path: Path) 
                 while (await other.status()).state != "done":
                     await asyncio.sleep(0.01)
             cancelled = await asyncio.to_thread(shown, cancel, "demo.mine", run=run)
-            assert cancelled.strip() == "demo.mine: failed"
+            assert cancelled.strip() == "demo.mine: cancelled"
             done = await asyncio.to_thread(shown, explain, "demo.mine.policy.1", run=run)
             assert done.strip() == "demo.mine.policy.1: publish_weights, completed"
             for call in (cancel, drain):
@@ -65,6 +71,35 @@ async def test_jobs_are_listed_and_waiting_operations_explained(tmp_path: Path) 
                     await asyncio.to_thread(shown, call, "demo.nobody", run=run)
                 with pytest.raises(CallerError, match="expected <tenant>"):
                     call("demo.nobody.policy", run=run)
+            await check_runs(run, connection, job.run, spec)
+
+
+async def check_runs(run: Path, connection: client.Mesh, first: str, spec: DeploymentSpec) -> None:
+    """Job `mine` was cancelled, and `other` drained. A second run of `mine` goes on."""
+    second = await connection.submit_job("mine", [spec], tags=["again"])
+    second.report({"loss": 1.0})
+    text = await asyncio.to_thread(shown, list_runs, json=True, run=run)
+    runs = [json.loads(line) for line in text.splitlines()]
+    assert [(r["job"], r["state"]) for r in runs] == [
+        ("mine", "cancelled"),
+        ("other", "done"),
+        ("mine", "active"),
+    ]
+    assert (runs[0]["run"], runs[2]["run"]) == (first, second.run)
+    assert (runs[0]["config"], runs[0]["tags"]) == ({"lr": 0.5, "[red]": [1]}, ["baseline", "[b]x"])
+    assert runs[0]["ended_s"] >= runs[0]["submitted_s"]
+    table = await asyncio.to_thread(shown, list_runs, run=run)
+    assert "baseline, [b]x" in table
+    assert second.run not in await asyncio.to_thread(shown, list_runs, tag="baseline", run=run)
+    with pytest.raises(CallerError, match="expected a bound"):
+        prune(run=run)
+    for dry in (True, False):
+        deleted = await asyncio.to_thread(shown, prune, keep=0, dry_run=dry, run=run)
+        assert f"demo.mine {first}" in deleted
+        assert second.run not in deleted, "it goes on"
+    left = await asyncio.to_thread(shown, list_runs, json=True, run=run)
+    assert [json.loads(line)["run"] for line in left.splitlines()] == [second.run]
+    assert "no run to delete" in await asyncio.to_thread(shown, prune, keep=0, run=run)
 
 
 @pytest.mark.usefixtures("noop_nodes")

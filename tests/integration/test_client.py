@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -732,3 +732,80 @@ async def test_operation_of_another_job_or_kind_is_refused(nats_server: Embedded
             assert refused.value.info.remedy
         assert policy.next_seq == 2
         assert sampler.next_seq == 1
+
+
+# --- how a program leaves its job -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["block", "finally"])
+async def test_error_of_the_program_is_shown_although_the_mesh_has_stopped(
+    way: str, nats_server: EmbeddedServer, bus: Bus, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with connected(nats_server, answer_timeout_s=3.0) as mesh:
+        async with Router(bus).running([TENANT]), Leader(bus).running():
+            job = await mesh.submit_job("sums", SPECS)
+        with pytest.raises(ZeroDivisionError):
+            await _fail(job, way)
+    texts = [record.getMessage() for record in caplog.records]
+    assert any("the mesh has not answered" in text for text in texts)
+    assert any("job sums was not ended" in text for text in texts)
+
+
+async def _fail(job: MeshJob, way: str) -> None:
+    if way == "block":
+        async with job:
+            raise ZeroDivisionError
+    try:
+        raise ZeroDivisionError
+    finally:
+        await job.finish(failed=True)
+
+
+async def test_lost_connection_is_reported_within_seconds_and_so_is_its_return(
+    nats_server: EmbeddedServer, bus: Bus, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Router(bus).running([TENANT]), Leader(bus).running(), connected(nats_server) as mesh:
+        await mesh.submit_job("sums", SPECS)
+        await nats_server.kill()
+        async with asyncio.timeout(5):
+            while "the mesh has not answered" not in caplog.text:
+                await asyncio.sleep(0.02)
+        await nats_server.start()
+        async with asyncio.timeout(60):
+            while "the mesh answers again" not in caplog.text:
+                await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("cause", "state"),
+    [
+        (None, "done"),
+        (SystemExit(0), "done"),
+        (SystemExit(1), "failed"),
+        (ZeroDivisionError(), "failed"),
+        (KeyboardInterrupt(), "active"),
+        (asyncio.CancelledError(), "active"),
+    ],
+)
+async def test_way_out_of_the_block_decides_the_end_of_the_job(
+    cause: BaseException | None, state: str, nats_server: EmbeddedServer, leader: Leader
+) -> None:
+    async with connected(nats_server) as mesh:
+        job = await mesh.submit_job("sums", SPECS)
+        with suppress(BaseException):
+            async with job:
+                if cause is not None:
+                    raise cause
+        assert leader.jobs["sums"].state == state
+
+
+async def test_block_of_a_superseded_session_leaves_the_job_to_the_newer_one(
+    nats_server: EmbeddedServer, leader: Leader
+) -> None:
+    async with connected(nats_server) as mesh:
+        old = await mesh.submit_job("sums", SPECS)
+        await mesh.attach("sums")
+        with pytest.raises(ResourceError):
+            async with old:
+                await old.deployment("policy").optim_step(ADAM)
+        assert leader.jobs["sums"].state == "active"

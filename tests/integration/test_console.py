@@ -301,7 +301,7 @@ async def test_only_an_operator_acts_and_only_by_a_call_of_the_page(
     finally:
         await serving.stop()
     assert asked == [
-        ("acme", JobRequest("a", failed=True)),
+        ("acme", JobRequest("a", cancelled=True)),
         ("", DrainNode("train-0")),
         ("", DrainNode("train-0", undo=True)),
     ]
@@ -328,7 +328,12 @@ async def test_what_a_controller_reports_is_shown(
     async with router:
         try:
             for step, values in ((0, {"reward": 0.25}), (1, {"reward": 0.5, "loss": 2.0})):
-                await reported(client, JobReport("a", step, values))
+                await reported(client, JobReport("a", step, values, "run1"))
+            second = JobStatus("a", "active", run="run2")
+            await bus.keys.put(Bucket.VIEW, "acme.a", encode(second))
+            await reported(client, JobReport("a", 0, {"reward": 0.125}))
+            with pytest.raises(CallerError, match="not a valid name"):
+                await reported(client, JobReport("a", 0, {"reward": 0.5}, "two.runs"))
             with pytest.raises(CallerError, match="job another does not exist"):
                 await reported(client, JobReport("another", 0, {"reward": 0.5}))
             for values in ({}, {"a b": 1.0}, {"loss": float("nan")}):
@@ -338,11 +343,12 @@ async def test_what_a_controller_reports_is_shown(
         finally:
             await client.close()
     async with asyncio.timeout(PATIENCE_S):
-        while len((found := await shown.state("acme")).reports) < 2:
+        while len((found := await shown.state("acme")).reports) < 3:
             await asyncio.sleep(0.02)
-    assert [(row.step, row.values) for row in found.reports] == [
-        (0, {"reward": 0.25}),
-        (1, {"reward": 0.5, "loss": 2.0}),
+    assert [(row.run, row.step, row.values) for row in found.reports] == [
+        ("run1", 0, {"reward": 0.25}),
+        ("run1", 1, {"reward": 0.5, "loss": 2.0}),
+        ("run2", 0, {"reward": 0.125}),
     ]
     assert not (await shown.state("globex")).reports
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
@@ -369,6 +370,28 @@ async def test_first_example_raises_its_reward(mesh: Mesh) -> None:
     assert errors == b""
 
 
+async def test_interrupted_example_leaves_a_job_that_attach_resumes(mesh: Mesh) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        REPOSITORY / "examples" / "hello.py",
+        stdout=PIPE,
+        stderr=PIPE,
+        env=config.inherited() | _variables(mesh),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout is not None
+    await process.stdout.readline()
+    process.send_signal(signal.SIGINT)  # as Ctrl-C does
+    _, errors = await process.communicate()
+    assert process.returncode != 0
+    assert f"phaseloom cancel {TENANT}.hello" in errors.decode()
+    async with tenant(mesh) as connection:
+        job = await connection.attach("hello")
+        await job.deployment("policy").optim_step(STEP.adam)
+        await job.finish(cancelled=True)
+        assert (await job.status()).state == "cancelled"
+
+
 def _variables(mesh: Mesh) -> dict[str, str]:
     """The variables that `phaseloom up` prints."""
     password = mesh.credentials.tenants[TENANT]
@@ -388,14 +411,32 @@ def _shows(got: object, expected: object) -> bool:
 # --- what cannot run -----------------------------------------------------------------------------
 
 
-async def test_program_whose_job_waits_for_a_place_is_told_why(
+async def test_job_on_a_pool_that_never_was_is_refused_with_the_existing_ones(
+    mesh: Mesh,
+) -> None:
+    spec = client.DeploymentSpec("judge", "trian", "noop", client.ModelSpec({}))
+    async with tenant(mesh) as connection:
+        for may_wait in (True, False):
+            with pytest.raises(CallerError, match="no pool 'trian'") as refused:
+                await connection.submit_job("mistyped", [*NOOP, spec], may_wait=may_wait)
+            error = refused.value.info
+            assert error.field == f"spec.deployments[{len(NOOP)}].pool"
+            assert "rollout, train" in error.remedy
+        with pytest.raises(CallerError, match="does not exist"):
+            await connection.status("mistyped")
+        with pytest.raises(CallerError) as wrong:
+            await connection.submit_job("mistyped", NOOP, may_wait="pools")  # type: ignore[arg-type]
+        assert wrong.value.info.field == "may_wait"
+
+
+async def test_program_whose_job_waits_for_a_pool_is_told_why(
     mesh: Mesh, wire: Wire, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A pool's name with a typo is a pool whose nodes may be yet to come."""
+    """A pool's nodes may be yet to come."""
     monkeypatch.setattr(client.mesh, "_FIRST_NOTICE_AFTER_S", 0.0)
     spec = client.DeploymentSpec("policy", "trian", "noop", client.ModelSpec({}), trainable=True)
     async with tenant(mesh) as connection:
-        waiting = asyncio.create_task(connection.submit_job("mistyped", [spec]))
+        waiting = asyncio.create_task(connection.submit_job("mistyped", [spec], may_wait="pool"))
         async with asyncio.timeout(60):
             while "'trian'" not in caplog.text:
                 await asyncio.sleep(0.02)

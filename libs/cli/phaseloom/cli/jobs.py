@@ -140,8 +140,8 @@ def _parse_job(text: str) -> JobKey:
 
 
 def _end_job(key: JobKey, call: str, run: Path | None, console: Console | None) -> None:
-    """Call `job.finish` (which makes the job FAILED) or `job.drain`, and print the job's state."""
-    request = api.JobRequest(key.job, failed=call == "job.finish")
+    """Call `job.finish` (which cancels the job) or `job.drain`, and print the job's state."""
+    request = api.JobRequest(key.job, cancelled=call == "job.finish")
     status = uvloop.run(_call(bus_config(run), key.tenant, call, request, api.JobStatus))
     num_open = sum(len(deployment.open_operations) for deployment in status.deployments)
     open_text = f", {num_open} open operations" if num_open else ""
@@ -269,15 +269,25 @@ def _device_seconds(status: api.JobStatus) -> str:
 
 
 def placement_lines(views: dict[str, api.JobStatus]) -> list[Text]:
-    """Return a line for each job: its placement with the reason, or its error."""
+    """Return lines for each job: its run with tags and config, its placement with the reason, or
+    its error."""
     lines = []
     for name, status in views.items():
+        if labels := _labels(status):
+            lines.append(Text.assemble((name, "bold"), f": {labels}"))
         if status.placement:
             lines.append(Text.assemble((name, "bold"), f": {status.placement}"))
         if status.error:
             error = f": {status.error.code}: {status.error.message}"
             lines.append(Text.assemble((name, "bold"), (error, "red")))
     return lines
+
+
+def _labels(status: api.JobStatus) -> str:
+    """Describe the run of a job that has tags or a config."""
+    config = [f"{name}={value}" for name, value in status.config.items()]
+    labels = [*(f"#{tag}" for tag in status.tags), *config]
+    return f"run {status.run}, {', '.join(labels)}" if labels else ""
 
 
 def _deployment_cells(deployment: api.DeploymentStatus | None) -> list[str]:
@@ -346,6 +356,8 @@ def describe_job(key: JobKey, status: api.JobStatus) -> str:
     """Describe a job in several lines: its state, its placement and co-located jobs, and its
     errors."""
     lines = [f"{key}: {status.state}"]
+    if labels := _labels(status):
+        lines.append(f"  {labels}")
     if status.placement:
         lines.append(f"  in {status.placement}")
     lines += [f"  {slower}" for slower in status.slower]

@@ -45,6 +45,11 @@ _CHECKPOINT_COMMANDS = {
     "show": ("checkpoints:show", "Describe a checkpoint and its files."),
 }
 """The subcommands of `phaseloom checkpoint`: name → `module:function` and one line of help."""
+_RUN_COMMANDS = {
+    "list": ("runs:list_runs", "List the runs of jobs, the newest last."),
+    "prune": ("runs:prune", "Delete the records and curves of old runs."),
+}
+"""The subcommands of `phaseloom runs`: name → `module:function` and one line of help."""
 
 
 def application() -> App:
@@ -67,6 +72,7 @@ def application() -> App:
     for group, help, commands in (
         ("model", models, _MODEL_COMMANDS),
         ("checkpoint", saved, _CHECKPOINT_COMMANDS),
+        ("runs", "List the runs of jobs, and delete old ones.", _RUN_COMMANDS),
     ):
         within = App(name=group, help=help)
         for name, (place, line) in commands.items():

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import StrEnum
 from types import NoneType, UnionType
-from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -78,9 +78,9 @@ def _fields(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 def _matches(value: Any, hint: Any) -> bool:
     kind = get_origin(hint) or hint
-    if kind is Any or isinstance(kind, TypeVar):
+    if kind is Any or isinstance(kind, TypeVar) or (kind is Literal and value in get_args(hint)):
         return True
-    if isinstance(value, bool):
+    if isinstance(value, bool) or kind is Literal:
         return kind is bool
     if kind in _NUMBERS:
         return hasattr(value, _NUMBERS[kind]) and not getattr(value, "ndim", 0)
@@ -96,6 +96,8 @@ def _type_name(hint: Any) -> str:
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (None, NoneType):
         return "None"
+    if kind is Literal:
+        return " or ".join(map(repr, inner))
     if issubclass(kind, StrEnum):
         return " or ".join(map(repr, map(str, kind)))
     if kind in (list, tuple, Iterable, Collection) and inner:

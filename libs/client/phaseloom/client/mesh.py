@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import (
@@ -20,19 +21,20 @@ from collections.abc import (
     Mapping,
 )
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import msgspec
 from opentelemetry import trace
 
 from phaseloom.client import hooks, phases
 from phaseloom.client.arguments import check_type, checked
+from phaseloom.client.contact import Contact
 from phaseloom.client.hooks import Hooks, PhaseBegan, PhaseEnded
 from phaseloom.client.job import Deployment, Job
 from phaseloom.client.operations import OperationHandle, Outbox
 from phaseloom.client.phases import Phase
 from phaseloom.common.contract import api
-from phaseloom.common.contract.checks import check_report
+from phaseloom.common.contract.checks import check_labels, check_report
 from phaseloom.common.contract.errors import (
     CallerError,
     Code,
@@ -60,6 +62,7 @@ _CREDENTIALS = (
 )
 _BEATS_PER_LEASE = 3
 _BEAT_RETRY_S = 1.0
+_CONNECTION_CHECK_S = 0.5
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 0.5
 _FIRST_NOTICE_AFTER_S = 3.0
@@ -96,6 +99,8 @@ class MeshJob(Job):
         )
         self.checkpoint: api.Checkpoint | None = attached.checkpoint
         """The job's latest checkpoint with a controller blob, as of the start of this session."""
+        self.run = attached.status.run
+        """The job's present run: its start in UTC. Curves and records belong to a run."""
         self._key = key
         self._mesh = mesh
         self._outbox = outbox
@@ -129,7 +134,8 @@ class MeshJob(Job):
         step = self._reported + 1 if step is None else step
         check_report(self.name, step, values)
         self._reported = step
-        self._mesh.report(api.JobReport(self.name, step, {n: float(v) for n, v in values.items()}))
+        numbers = {name: float(value) for name, value in values.items()}
+        self._mesh.report(api.JobReport(self.name, step, numbers, self.run))
 
     @checked
     async def explain(self, operation: OperationHandle[object]) -> api.Explanation:
@@ -160,12 +166,49 @@ class MeshJob(Job):
         return reply.completion
 
     @checked
-    async def finish(self, *, failed: bool = False) -> None:
+    async def finish(self, *, failed: bool = False, cancelled: bool = False) -> None:
         """End the job. Its models are dropped and its checkpoints stay. Open operations end as
-        ABORTED."""
+        ABORTED.
+
+        If another exception is on its way when this is called, as in a `finally`, an error of this
+        call is logged and does not replace it.
+
+        Args:   failed: whether the program gives up.
+                cancelled: whether a person ends the job before its time.
+        """
+        cause = sys.exception()
         self._outbox.expect_end()
-        await self._mesh.finish(self.name, failed=failed)
+        try:
+            await self._mesh.finish(self.name, failed=failed, cancelled=cancelled)
+        except PhaseloomError as error:
+            if cause is None:
+                raise
+            log.warning("job %s was not ended: %s", self.name, error)
+            return
         self._outbox.end(ResourceError(f"job {self.name} is finished", code=Code.ABORTED))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, cause: BaseException | None, trace: object
+    ) -> None:
+        """End the job, as failed after an exception.
+
+        An interrupted program (Ctrl-C, a cancelled task) leaves the job, and so does one whose
+        session is over already: another controller may have the job now.
+        """
+        is_failure = kind is not None and not (
+            isinstance(cause, SystemExit) and cause.code in (None, 0)
+        )
+        if isinstance(cause, (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit)):
+            log.warning(
+                "job %s was left as it is: attach to it to resume, or run `phaseloom cancel %s`",
+                self.name,
+                self._key,
+            )
+        elif not self._outbox.is_ending:
+            await self.finish(failed=is_failure)
 
     async def drain(self) -> None:
         """Wait until every stored operation of the job has ended, then end the job.
@@ -295,6 +338,7 @@ class Mesh:
         self._tasks: set[asyncio.Task[None]] = set()
         self._outboxes: list[Outbox] = []
         self._num_reports = 0
+        self._contact = Contact(answer_timeout_s)
 
     @checked
     async def submit_job(
@@ -305,9 +349,12 @@ class Mesh:
         slo: float = 0.0,
         cycle: Cycle | None = None,
         duration_s: float = 0.0,
-        may_wait: bool = True,
+        may_wait: bool | Literal["pool"] = True,
         durability: Durability = Durability.NODE,
         exclusive: bool = False,
+        config: Mapping[str, Any] | None = None,
+        tags: Collection[str] = (),
+        checkpoints: Collection[str] = (),
     ) -> MeshJob:
         """Submit a job and attach to it once all its deployments are ready.
 
@@ -317,20 +364,40 @@ class Mesh:
         Args:   slo: slowdown, relative to running alone, that the job tolerates; 0: best effort.
                 cycle: the cycle that the job repeats, if known. Otherwise the mesh profiles it.
                 duration_s: how long the job would run alone; 0: unknown.
-                may_wait: whether to wait for a placement. False: fail if there is none now.
+                may_wait: whether to wait for a placement. False: fail if there is none now. A pool
+                    without any node so far is refused if other pools exist, unless this is
+                    `"pool"`.
                 durability: what the job's seals survive: the death of every process (`host`), a
                     restart of their node (`node`), or its loss (`remote`).
                 exclusive: whether to keep operations of other jobs off a space-shared device while
                     one of this job's operations runs there.
-        Raises: CallerError: ALREADY_EXISTS, or the spec is invalid. ResourceError:
-                RESOURCE_EXHAUSTED: the job cannot be placed. PhaseloomError: the reason why the job
-                failed.
+                config: this program's own settings, which the run keeps for people: at most 16 KiB
+                    as JSON.
+                tags: at most 16 words by which people find the run.
+                checkpoints: names that this program will save checkpoints under. If an earlier run
+                    of this job has saved one of them, the job is refused now, and not at its end.
+        Raises: CallerError: ALREADY_EXISTS: the job runs, or a checkpoint exists. NOT_FOUND: there
+                is no such pool. The spec is invalid. ResourceError: RESOURCE_EXHAUSTED: the job
+                cannot be placed. PhaseloomError: the reason why the job failed.
         """
         check_name(name, "name")
+        check_labels(config or {}, tags)
         specs = list(deployments)
         for i, deployment in enumerate(specs):
             check_type(deployment, DeploymentSpec, f"deployments[{i}]")
-        spec = JobSpec(slo, specs, cycle, duration_s, may_wait, durability, exclusive)
+        spec = JobSpec(
+            slo,
+            specs,
+            cycle,
+            duration_s,
+            may_wait,
+            durability,
+            exclusive,
+            dict(config or {}),
+            [*tags],
+        )
+        if checkpoints:
+            await self._check_free(name, checkpoints)
         await self._create("job.submit", api.SubmitJob(name, spec))
 
         next_notice_s = time.monotonic() + _FIRST_NOTICE_AFTER_S
@@ -346,6 +413,22 @@ class Mesh:
 
         await self._poll_until(name, is_active)
         return await self._attach(name, may_be_new=True)
+
+    async def _check_free(self, job: str, names: Collection[str]) -> None:
+        """Check that a job has no checkpoint of these names yet.
+
+        Raises: CallerError: ALREADY_EXISTS.
+        """
+        for saved in (await self.list_checkpoints(job)).checkpoints:
+            if saved.name in names:
+                key = f"{self._tenant}.{job}.{saved.deployment}.{saved.name}"
+                raise CallerError(
+                    f"job {job} has a checkpoint {saved.name!r} of {saved.deployment} already",
+                    code=Code.ALREADY_EXISTS,
+                    field="checkpoints",
+                    remedy="choose another name for the job or the checkpoint, or delete this one: "
+                    f"`phaseloom checkpoint delete {key}`",
+                )
 
     @checked
     async def attach(self, name: str, *, numbered: Collection[str] = ()) -> MeshJob:
@@ -370,8 +453,9 @@ class Mesh:
         return await self._call("result.get", request, api.ResultReply)
 
     @checked
-    async def finish(self, name: str, *, failed: bool = False) -> None:
-        await self._call("job.finish", api.JobRequest(name, failed), api.JobStatus)
+    async def finish(self, name: str, *, failed: bool = False, cancelled: bool = False) -> None:
+        request = api.JobRequest(name, failed, cancelled=cancelled)
+        await self._call("job.finish", request, api.JobStatus)
 
     @checked
     async def drain(self, name: str) -> None:
@@ -391,7 +475,7 @@ class Mesh:
             )
             return
         self._num_reports += 1
-        self._start(self._send_report(report))
+        self.start(self._send_report(report))
 
     async def _send_report(self, report: api.JobReport) -> None:
         try:
@@ -510,7 +594,18 @@ class Mesh:
         """Send a phase hint to the mesh. It is not retried, since a late hint is worthless."""
         await call_api(self._client, self._tenant, "phase.declare", request, api.JobStatus)
 
+    async def watch_connection(self) -> None:
+        """Report a lost connection to the NATS server, until cancelled.
+
+        Requests would learn of it later, from their timeouts.
+        """
+        while not self._client.is_closed:
+            await asyncio.sleep(_CONNECTION_CHECK_S)
+            if not self._client.is_connected:
+                self._contact.silent("there is no connection to its NATS server")
+
     def reconnected(self) -> None:
+        self._contact.answered()
         for outbox in self._outboxes:
             outbox.reconnected()
 
@@ -546,7 +641,8 @@ class Mesh:
     ) -> MeshJob:
         key = JobKey(self._tenant, name)
         session_hooks = Hooks(hooks.DECLARED.get())
-        outbox = Outbox(self._client, key, self._start, self._answer_timeout_s, session_hooks)
+        outbox = Outbox(self._client, key, self.start, self._answer_timeout_s, session_hooks)
+        outbox.contact = self._contact
         # Subscribe before publishing any operation, so that no completion is missed.
         subscription = await self._client.subscribe(f"{PREFIX}.out.{key}.>")
         hand_over(subscription, outbox.on_completion)
@@ -569,8 +665,8 @@ class Mesh:
             await subscription.unsubscribe()
             raise
         self._outboxes.append(outbox)
-        self._start(outbox.watch())
-        self._start(self._keep_session(api.Heartbeat(name, attached.session), outbox))
+        self.start(outbox.watch())
+        self.start(self._keep_session(api.Heartbeat(name, attached.session), outbox))
         job = MeshJob(self, name, attached, outbox, key)
         phases.CURRENT.set(job)
         return job
@@ -582,18 +678,22 @@ class Mesh:
         """
         pause_s = 0.0
         while not await outbox.closed(within_s=pause_s):
+            begun_s = time.monotonic()
             try:
                 reply = await call_api(
                     self._client, self._tenant, "session.heartbeat", beat, api.Beat
                 )
                 # Several heartbeats per lease, so that a lost one does not end the session.
                 pause_s = reply.within_s / _BEATS_PER_LEASE
+                self._contact.answered()
             except PhaseloomError as error:
                 if error.info.code is Code.FAILED_PRECONDITION:  # the job is over
                     await outbox.settle()
                 if error.info.code in (Code.ABORTED, Code.FAILED_PRECONDITION):
                     return outbox.end(error)
                 log.info("a heartbeat of job %s failed: %s", beat.job, error)
+                if error.info.code is Code.UNAVAILABLE:
+                    self._contact.silent(error.info.message, begun_s)
                 pause_s = _BEAT_RETRY_S
 
     async def _call(self, call: str, request: object, answer: type[T]) -> T:
@@ -606,16 +706,24 @@ class Mesh:
         deadline = time.monotonic() + self._answer_timeout_s
         pause_s = _FIRST_PAUSE_S
         while True:
+            begun_s = time.monotonic()
             try:
-                return await attempt()
+                answer = await attempt()
             except ResourceError as error:
                 is_over = time.monotonic() + pause_s > deadline
                 if error.info.code is not Code.UNAVAILABLE or is_over:
                     raise
+                self._contact.silent(error.info.message, begun_s)
+            except CallerError:
+                self._contact.answered()
+                raise
+            else:
+                self._contact.answered()
+                return answer
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._group.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -665,6 +773,7 @@ async def connect(
     try:
         async with asyncio.TaskGroup() as group:
             mesh = Mesh(client, settings.tenant, group, answer_timeout_s)
+            mesh.start(mesh.watch_connection())
             try:
                 yield mesh
             except BaseException as error:

@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 
 from nats.aio.msg import Msg
 
+from phaseloom.client.contact import Contact
 from phaseloom.client.hooks import Hooks, OperationEnded
 from phaseloom.common.contract import api
 from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, content_type_of, decode
@@ -257,6 +258,8 @@ class Outbox:
         hooks: Hooks | None = None,
     ) -> None:
         self.hooks = hooks or Hooks()
+        self.contact = Contact(answer_timeout_s)
+        """Whether the mesh answers. All sessions of a connection share one."""
         self._client = client
         self._job = job
         self.start = start
@@ -275,6 +278,11 @@ class Outbox:
     def is_closed(self) -> bool:
         """Whether the session is over: no operation is open, and none can be submitted."""
         return self._closed.is_set()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether nothing more can be submitted, though operations may still be open."""
+        return self._ended is not None
 
     async def closed(self, within_s: float) -> bool:
         """Wait up to `within_s` seconds for the session to end, and return whether it has."""
@@ -456,12 +464,15 @@ class Outbox:
         if not self._open:
             self._answered_s = time.monotonic()
             return
+        begun_s = time.monotonic()
         try:
             for name in {part.key.deployment: None for part in self._open.values()}:
                 await self._check_deployment(name, min_age_s)
         except CallerError as error:
             self.end(error)
         except ResourceError as error:
+            if error.info.code is Code.UNAVAILABLE:
+                self.contact.silent(error.info.message, begun_s)
             silent_s = time.monotonic() - self._answered_s
             if silent_s > self._answer_timeout_s:
                 self.end(
@@ -522,6 +533,7 @@ class Outbox:
         request = api.ResultRequest(key.job, key.deployment, key.slot)
         reply = await call_api(self._client, key.tenant, "result.get", request, api.ResultReply)
         self._answered_s = time.monotonic()
+        self.contact.answered()
         return reply
 
     def _complete(self, part: OperationPart, completion: Completion) -> None:

@@ -272,7 +272,7 @@ async def _cancel(request: web.Request) -> web.StreamResponse:
     """End a job now, as `phaseloom cancel` does."""
     job = _visible_job(_operator(request), request.match_info["job"])
     client = request.app[SHELL].bus.client
-    request_message = api.JobRequest(job.job, failed=True)
+    request_message = api.JobRequest(job.job, cancelled=True)
     return _json(
         request, await call_api(client, job.tenant, "job.finish", request_message, api.JobStatus)
     )

@@ -6,7 +6,7 @@ import { css, jobColour } from "./colours";
 import { Why, refusal } from "./details";
 import { count, percent, seconds } from "./format";
 import { ask } from "./live";
-import type { Head, Recent } from "./model";
+import { curvesKey, type Head, type Recent } from "./model";
 import type { Explanation, JobRow } from "./wire";
 
 /** The length of the newest stretch of time that the figures are of. */
@@ -57,7 +57,7 @@ function Card({
   return (
     <article class="card job" style={{ "--job": colour } as never}>
       <header>
-        <h2><i class="dot" />{name} <small>of {row.job.split(".")[0]}</small></h2>
+        <h2><i class="dot" />{name} <small>of {row.job.split(".")[0]}{row.run ? `, run ${row.run}` : ""}</small></h2>
         <span class={`state ${row.state}`}>{row.state}</span>
         {app.live?.caller.can_act && !row.has_ended && <Actions job={row.job} />}
       </header>
@@ -84,7 +84,9 @@ function Card({
         />
       </dl>
       <Share app={app} number={number} colour={colour} />
-      <Curves app={app} job={row.job} colour={colour} />
+      {row.tags?.length ? <p class="tags">{row.tags.map((tag) => <span key={tag}>{tag}</span>)}</p> : null}
+      {row.has_config && app.live ? <Config row={row} /> : null}
+      <Curves app={app} row={row} colour={colour} />
       {row.period_s && row.segments?.length ? <Cycle row={row} /> : null}
       {row.placement && <p class="placement">{row.placement}</p>}
       {row.error && <p class="trouble">{row.error.message}{row.error.remedy ? `: ${row.error.remedy}` : ""}</p>}
@@ -132,8 +134,8 @@ const MOST_CURVES = 8;
 const [CURVE_W, CURVE_H] = [220, 54];
 
 /** What the controller reports: a curve of each value. */
-function Curves({ app, job, colour }: { app: App; job: string; colour: string }) {
-  const curves = [...(app.model.curves.get(job) ?? [])].slice(0, MOST_CURVES);
+function Curves({ app, row, colour }: { app: App; row: JobRow; colour: string }) {
+  const curves = [...(app.model.curves.get(curvesKey(row.job, row.run)) ?? [])].slice(0, MOST_CURVES);
   if (!curves.length) return null;
   return (
     <div class="curves">
@@ -158,6 +160,25 @@ function Curves({ app, job, colour }: { app: App; job: string; colour: string })
         );
       })}
     </div>
+  );
+}
+
+/** The settings that the program gave its run, fetched when they are opened. */
+function Config({ row }: { row: JobRow }) {
+  const [said, setSaid] = useState("");
+  const open = async () => {
+    try {
+      const status = await ask<{ config?: object }>(`api/explain/${row.job}`);
+      setSaid(JSON.stringify(status.config ?? {}, null, 2));
+    } catch (error) {
+      setSaid(refusal(error));
+    }
+  };
+  return (
+    <details class="config" onToggle={() => said || void open()}>
+      <summary>config</summary>
+      <pre>{said || "…"}</pre>
+    </details>
   );
 }
 

@@ -339,9 +339,10 @@ export class Model {
     this.seen(startS, endS);
   }
 
-  private takeReport([job, step, values]: ReportRow): void {
-    let curves = this.curves.get(job);
-    if (!curves) this.curves.set(job, (curves = new Map()));
+  private takeReport([job, step, values, run]: ReportRow): void {
+    const key = curvesKey(job, run);
+    let curves = this.curves.get(key);
+    if (!curves) this.curves.set(key, (curves = new Map()));
     for (const [name, value] of Object.entries(values)) {
       let curve = curves.get(name);
       if (!curve) curves.set(name, (curve = { steps: [], values: [] }));
@@ -481,6 +482,11 @@ function numberOf(numbers: Map<string, number>, names: string[], name: string): 
     names.push(name);
   }
   return number;
+}
+
+/** The key of a run's curves in `Model.curves`. */
+export function curvesKey(job: string, run = ""): string {
+  return `${job} ${run}`;
 }
 
 /** The place of the newest activation that began at or before a time; -1: none did. */

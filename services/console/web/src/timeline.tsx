@@ -5,7 +5,7 @@ import { type App, useApp, useTick } from "./app";
 import { css, jobColour } from "./colours";
 import { Details } from "./details";
 import { bytes, count, percent, seconds } from "./format";
-import type { Device } from "./model";
+import type { Activation, Device, Model } from "./model";
 import { Overview } from "./overview";
 import { AXIS_PX, type Hit, Painter, type Picked } from "./painter";
 
@@ -333,7 +333,8 @@ function lines(app: App, hit: Hit): string[] {
 function idle({ model }: App, device: Device, atS: number): string[] {
   const { track } = device;
   const holder = model.activationAt(device, atS);
-  const held = holder ? `held by ${model.deployments[holder.deployment]}` : "held by nobody";
+  const held = holder && !hasEnded(model, holder, atS)
+    ? `held by ${model.deployments[holder.deployment]}` : "held by nobody";
   for (let i = track.from(atS); i < track.length; i++) {
     if (track.start[i]! > atS + track.longestWaitS) break;
     if (track.ready[i]! > atS) continue;
@@ -345,6 +346,15 @@ function idle({ model }: App, device: Device, atS: number): string[] {
     ];
   }
   return ["idle: nothing was ready for this device", held];
+}
+
+/** Whether the run that an activation belongs to had ended by a time. */
+function hasEnded(model: Model, { deployment, startS }: Activation, atS: number): boolean {
+  const row = model.jobRows.find((one) => one.job === model.jobs[model.jobOf[deployment]!]);
+  const sinceOrigin = (timeS: number) => timeS - model.originS;
+  if (!row) return model.jobRows.length > 0; // the page of a recorded run may have no jobs
+  if (row.ended_s && sinceOrigin(row.ended_s) <= atS) return true;
+  return Boolean(row.submitted_s) && startS < sinceOrigin(row.submitted_s!) && sinceOrigin(row.submitted_s!) <= atS;
 }
 
 // --- pointer and keys ------------------------------------------------------------------------------

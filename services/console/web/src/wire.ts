@@ -20,8 +20,8 @@ export type ActivationRow = [
  * the number that are ready, devices. */
 export type HeadRow = [number, number, string, number, number, number[]];
 
-/** A report of a job's controller: job, step, value by name. */
-export type ReportRow = [string, number, Record<string, number>];
+/** A report of a job's controller: job, step, value by name, the job's run. */
+export type ReportRow = [string, number, Record<string, number>, string?];
 
 export interface Decision {
   time_s: number;
@@ -69,6 +69,14 @@ export interface JobRow {
   worst_period_s?: number;
   drift?: number;
   segments?: [string, number, number][];
+  /** The job's present run: its start in UTC. */
+  run?: string;
+  /** Unix seconds; `ended_s` is absent while the run goes on. */
+  submitted_s?: number;
+  ended_s?: number;
+  tags?: string[];
+  /** Whether `api/explain/<job>` has a config of the run. */
+  has_config?: boolean;
 }
 
 /** The whole view, or what is new since an earlier update. */

@@ -446,14 +446,18 @@ class Router:
         """
         check_report(request.job, request.step, request.values)
         job = JobKey(tenant, request.job)
-        if await self._bus.keys.get(Bucket.VIEW, str(job)) is None:
+        stored = await self._bus.keys.get(Bucket.VIEW, str(job))
+        if stored is None:
             raise CallerError(
                 f"job {request.job} does not exist",
                 code=Code.NOT_FOUND,
                 field="job",
                 remedy="submit it first",
             )
-        await self._bus.publish(streams.report_subject(job), request)
+        run = request.run or decode(stored.payload, JobStatus).run
+        if run:  # the scheduler before this version names no run
+            check_name(run, "run")
+        await self._bus.publish(streams.report_subject(job, run), request)
         return Reported()
 
     async def beat(self, tenant: str, request: Heartbeat) -> Beat:

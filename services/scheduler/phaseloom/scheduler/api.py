@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from phaseloom.common.contract import api, events
-from phaseloom.common.contract.checks import check_range
+from phaseloom.common.contract.checks import check_labels, check_range
 from phaseloom.common.contract.codec import encode
 from phaseloom.common.contract.configcheck import check_config
 from phaseloom.common.contract.errors import CallerError, Code, session_superseded, to_exception
@@ -30,9 +30,10 @@ from phaseloom.common.transport.services import ApiHandler
 from phaseloom.scheduler.core.dispatch import explain
 from phaseloom.scheduler.core.jobs import jobs
 from phaseloom.scheduler.core.placement import evacuation
+from phaseloom.scheduler.core.placement.assignment import known_pools
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.step import Step
-from phaseloom.scheduler.core.state.transitions import JOB_ENDED
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobState
 from phaseloom.scheduler.registered import ModelOf, pin_deployment, pin_job
 from phaseloom.scheduler.shell import Shell
 
@@ -88,6 +89,7 @@ def check_job(request: api.SubmitJob) -> None:
         )
     if request.spec.cycle is not None:
         _check_cycle(request.spec.cycle, {spec.pool for spec in specs})
+    check_labels(request.spec.config, request.spec.tags, "spec.")
 
 
 def _check_cycle(cycle: Cycle, pools: set[str]) -> None:
@@ -255,13 +257,17 @@ def job_api(
 
     async def submit(tenant: str, request: api.SubmitJob) -> api.JobStatus:
         spec = await _pinned(request, model_of)
+        _check_pools(shell, spec, spec.deployments, "spec.deployments[{}].pool")
         job = JobKey(tenant, request.job)
         return await _request_status(shell, lambda id: events.JobSubmitted(job, spec, id))
 
     async def finish(tenant: str, request: api.JobRequest) -> api.JobStatus:
         job = _job_key(tenant, request.job)
         return await _request_status(
-            shell, lambda id: events.JobFinished(job, id, failed=request.failed)
+            shell,
+            lambda id: events.JobFinished(
+                job, id, failed=request.failed, cancelled=request.cancelled
+            ),
         )
 
     async def drain(tenant: str, request: api.JobRequest) -> api.JobStatus:
@@ -271,6 +277,8 @@ def job_api(
     async def create(tenant: str, request: api.CreateDeployment) -> api.JobStatus:
         job = _job(shell, _job_key(tenant, request.job))
         spec = await _pinned_deployment(request, job.spec, model_of)
+        if job.state is JobState.SUBMITTED:  # it would wait for this pool too
+            _check_pools(shell, job.spec, [spec], "spec.pool")
         return await _request_status(shell, lambda id: events.DeploymentCreated(job.key, spec, id))
 
     async def delete(tenant: str, request: api.DeploymentRequest) -> api.JobStatus:
@@ -379,6 +387,27 @@ def _present_step(shell: Shell) -> Step:
     """The core's present state, for reading only, with the present time."""
     state = shell.core.state
     return Step(state, state.sequence, shell.now_s())
+
+
+def _check_pools(shell: Shell, job: JobSpec, specs: list[DeploymentSpec], field: str) -> None:
+    """Refuse a pool that never had a node, unless the job waits for its pools.
+
+    If other pools have nodes, the name is probably misspelt. Before the first node is up, any pool
+    may still come.
+
+    Raises: CallerError: NOT_FOUND.
+    """
+    cluster = shell.core.state.cluster
+    known = {host.pool for host in cluster.hosts.values()}
+    for index, spec in enumerate(specs):
+        if known and spec.pool not in known and job.may_wait != "pool":
+            raise CallerError(
+                f"there is no pool {spec.pool!r}: no node of it has ever been up",
+                code=Code.NOT_FOUND,
+                field=field.format(index),
+                remedy=f"use one of the mesh's pools: {known_pools(cluster)}; or set may_wait to "
+                '"pool" to wait for its first node',
+            )
 
 
 def _job_key(tenant: str, job: str) -> JobKey:

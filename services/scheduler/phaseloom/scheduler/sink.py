@@ -96,6 +96,8 @@ class BusSink:
                     self._delete(streams.ops_stream(key.tenant), streams.op_subject(key))
             case outputs.PutView(job, status):
                 await self._bus.keys.put(Bucket.VIEW, str(job), encode(status))
+                if status.state != "active":  # the run's record has this state's facts already
+                    await self._bus.publish(streams.run_subject(job, status.run), status)
             case outputs.DropCheckpoint(job):
                 # Delete at once: a new job of this name must not find the checkpoint.
                 subject = f"$KV.{Bucket.CHECKPOINTS}.{job}"

@@ -14,7 +14,7 @@ from phaseloom.common.contract.ids import DeploymentKey, OperationKey
 from phaseloom.common.contract.operations import Completion
 from phaseloom.common.contract.specs import DeploymentSpec, JobSpec
 
-_ENDED = frozenset({"done", "failed", "rejected"})
+_ENDED = frozenset({"done", "failed", "cancelled", "rejected"})
 
 
 class SubmitJob(msgspec.Struct, frozen=True):
@@ -29,12 +29,14 @@ class JobRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     job: str
     failed: bool = False
-    """For `job.finish`: whether the controller gives up or an operator cancels the job."""
+    """For `job.finish`: whether the controller gives up."""
     numbered: list[str] = []
     """For `session.attach`: deployments whose operations are numbered by clients of the caller,
     which resubmit lost operations. If any are given, the job's newest session is resumed instead of
     replaced: its stored operations stay valid, and missing numbers stay free. The caller must make
     sure that no other program uses the session."""
+    cancelled: bool = False
+    """For `job.finish`: whether a person cancels the job."""
 
 
 class CreateDeployment(msgspec.Struct, frozen=True):
@@ -81,6 +83,17 @@ class JobStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     slower: list[str] = []
     """For people: one line for each pair of sub-stage kinds that is significantly slower on the
     job's devices than the slowdown table says."""
+    run: str = ""
+    """The present run of the job: its start in UTC, such as `20261128-195553`. A name that is
+    submitted again after its job has ended starts another run."""
+    submitted_s: float = 0.0
+    """When the run was submitted, in Unix seconds."""
+    ended_s: float = 0.0
+    """When the run ended, in Unix seconds; 0: it has not ended."""
+    config: dict = {}  # type: ignore[type-arg]  # JSON
+    """See `JobSpec.config`."""
+    tags: list[str] = []
+    """See `JobSpec.tags`."""
 
     @property
     def has_ended(self) -> bool:
@@ -113,7 +126,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
     session: int
 
 
-class JobReport(msgspec.Struct, frozen=True):
+class JobReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """`pl.v1.api.<tenant>.job.report`: values that a controller measured, for people to see. The
     mesh makes no decision on them. router → REPORTS → console. Answered with a Reported."""
 
@@ -124,6 +137,8 @@ class JobReport(msgspec.Struct, frozen=True):
     values: dict[str, float]
     """A finite number for each name, such as `reward` or `loss`. Names follow the rules of job
     names and may also contain `/`, `.` and `:`."""
+    run: str = ""
+    """The run that the values belong to; empty: the job's present one."""
 
 
 class Reported(msgspec.Struct, frozen=True):

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import SupportsFloat
+
+import msgspec
 
 from phaseloom.common.contract import operations as ops
 from phaseloom.common.contract.arrays import Float32s, Int32s, float32s, int32s, length
@@ -54,6 +56,10 @@ MAX_METRICS = 32
 MAX_METRIC_CHARS = 64
 MAX_STEP = 1 << 53
 
+MAX_CONFIG_BYTES = 16 * 1024
+MAX_TAGS = 16
+MAX_TAG_CHARS = 64
+
 # --- Reports -------------------------------------------------------------------------------------
 
 _METRIC = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:-]*\Z")
@@ -87,6 +93,45 @@ def check_report(job: str, step: int, values: Mapping[str, float]) -> None:
                 f"{name} must be a finite number, got {value!r}",
                 field=f"values.{name}",
                 remedy="report finite numbers and omit other values",
+            )
+
+
+# --- Runs ----------------------------------------------------------------------------------------
+
+
+def check_labels(config: Mapping[str, object], tags: Collection[str], prefix: str = "") -> None:
+    """Check the settings and tags of a run.
+
+    Args:   prefix: start of the name of the field that the error names.
+    Raises: CallerError: the config is not JSON or too large, or a tag is invalid.
+    """
+    try:
+        num_bytes = len(msgspec.json.encode(config))
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise CallerError(
+            f"config must have only values that JSON has: {error}",
+            field=f"{prefix}config",
+            remedy="use text, numbers, lists and dicts with text as keys",
+        ) from None
+    if num_bytes > MAX_CONFIG_BYTES:
+        raise CallerError(
+            f"config may have at most {MAX_CONFIG_BYTES} bytes as JSON, got {num_bytes}",
+            field=f"{prefix}config",
+            remedy="keep the settings that tell runs apart, and store the others elsewhere",
+        )
+    if len(tags) > MAX_TAGS:
+        raise CallerError(
+            f"a run may have at most {MAX_TAGS} tags, got {len(tags)}",
+            field=f"{prefix}tags",
+            remedy="omit some tags",
+        )
+    for index, tag in enumerate(tags):
+        if not 1 <= len(tag) <= MAX_TAG_CHARS or not tag.isprintable():
+            raise CallerError(
+                f"a tag must have 1 to {MAX_TAG_CHARS} printable characters, got "
+                f"{tag[: MAX_TAG_CHARS + 1]!r}",
+                field=f"{prefix}tags[{index}]",
+                remedy="use shorter words without line breaks",
             )
 
 

@@ -129,11 +129,13 @@ class JobSubmitted(Message, frozen=True):
 
 
 class JobFinished(Message, frozen=True):
-    """job API → scheduler. The controller finished or gave up. The job's state is dropped."""
+    """job API → scheduler. The controller finished or gave up, or a person cancelled the job. The
+    job's state is dropped."""
 
     job: JobKey
     request: str
     failed: bool = False
+    cancelled: bool = False
 
 
 class DrainRequested(Message, frozen=True):

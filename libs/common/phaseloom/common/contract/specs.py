@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -500,14 +500,20 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     duration_s: float = 0.0
     """How long the job would run alone, in seconds; 0: unknown. Only reservations for other jobs
     depend on it."""
-    may_wait: bool = True
+    may_wait: bool | Literal["pool"] = True
     """Whether the job waits until it can be placed. Otherwise it is rejected if it cannot be placed
-    now."""
+    now. A pool in which no node has ever been up, while other pools exist, is taken for a mistake,
+    and the job is rejected. `pool`: wait for the first node of such a pool too."""
     durability: Durability = Durability.NODE
     """Durability of its deployments' seals."""
     exclusive: bool = False
     """Whether to keep operations of other jobs off a space-shared device while one of this job's
     operations runs there. Devices are still shared in time."""
+    config: dict = {}  # type: ignore[type-arg]  # JSON
+    """The program's own settings, for people: at most 16 KiB as JSON. The mesh does not use
+    them."""
+    tags: list[str] = []
+    """Words by which people find the run: at most 16, each of 1 to 64 characters."""
 
 
 class DeviceKind(StrEnum):

@@ -28,6 +28,7 @@ PERMITS = "PERMITS"
 DONE = "DONE"
 EVENTS = "EVENTS"
 REPORTS = "REPORTS"
+RUNS = "RUNS"
 DEAD = "DEAD"
 
 
@@ -108,9 +109,15 @@ def event_subject(source: str) -> str:
     return f"{PREFIX}.event.{source}"
 
 
-def report_subject(job: JobKey | str) -> str:
-    """The subject of a job's reports. Pass `>` instead of a job for the reports of all jobs."""
-    return f"{PREFIX}.report.{job}"
+def report_subject(job: JobKey | str, run: str = "") -> str:
+    """The subject of the reports of a job's run. Pass `>` instead of a job for those of all
+    jobs."""
+    return f"{PREFIX}.report.{job}.{run}".removesuffix(".")
+
+
+def run_subject(job: JobKey | str, run: str = "") -> str:
+    """The subject of a run's record. Pass `>` instead of a job for the records of all jobs."""
+    return f"{PREFIX}.run.{job}.{run}".removesuffix(".")
 
 
 def api_subject(tenant: str, call: str) -> str:
@@ -213,7 +220,7 @@ def mesh_streams(replicas: int = 1) -> list[StreamConfig]:
             max_bytes=16 * 1024 * 1024,
             num_replicas=replicas,
         ),
-        # The newest reports of each job's controller, for people.
+        # The newest reports of each run's controller, for people.
         StreamConfig(
             name=REPORTS,
             subjects=[f"{PREFIX}.report.>"],
@@ -221,6 +228,16 @@ def mesh_streams(replicas: int = 1) -> list[StreamConfig]:
             max_msgs_per_subject=4096,
             max_age=30 * 86400.0,
             max_bytes=64 * 1024 * 1024,
+            num_replicas=replicas,
+        ),
+        # The newest status of each run, for people. It stays when the scheduler forgets the job.
+        StreamConfig(
+            name=RUNS,
+            subjects=[f"{PREFIX}.run.>"],
+            storage=StorageType.FILE,
+            max_msgs_per_subject=1,
+            max_age=30 * 86400.0,
+            max_bytes=32 * 1024 * 1024,
             num_replicas=replicas,
         ),
         StreamConfig(

@@ -151,6 +151,11 @@ class Activity:
                 self._deployment_pools[DeploymentKey(job.tenant, job.job, spec.name)] = spec.pool
             case events.WpgStarted():
                 self._record_devices(event)
+            case events.WpgLost(deployment=key):
+                # A dead WPG holds nothing; a late report of an earlier incarnation says nothing.
+                is_newest = event.incarnation >= self._incarnations.get(key, 0)
+                if is_newest and self.holders.get(event.node) == key:
+                    del self.holders[event.node]
             case events.ActivationOpened():
                 observations = self._switch(time_s, event)
             case events.QueuedOperation():
@@ -170,6 +175,7 @@ class Activity:
             case events.DeploymentDeleted(deployment=key):
                 self._open.pop(key, None)
                 self._ready.pop(key, None)
+                self.holders = {n: held for n, held in self.holders.items() if held != key}
             case events.JobFinished(job=job):
                 self._forget(job)
         for operation in ready:
@@ -302,6 +308,8 @@ class Activity:
                 del keyed[key]
         for target in [target for target in self._dependents if target[0] == job]:
             del self._dependents[target]
+        for node in [node for node, key in self.holders.items() if key.job_key == job]:
+            del self.holders[node]
 
     # --- switches -------------------------------------------------------------------------------
 

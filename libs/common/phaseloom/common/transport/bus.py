@@ -28,7 +28,7 @@ from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, NotFoundError, ServerError
 
 from phaseloom.common.contract import streams
-from phaseloom.common.contract.api import JobReport
+from phaseloom.common.contract.api import JobReport, JobStatus
 from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, decode, encode
 from phaseloom.common.contract.errors import Code, ErrorInfo, ResourceError
 from phaseloom.common.contract.events import Notice
@@ -57,6 +57,9 @@ _NO_STORAGE = 10047
 """Error code of a NATS server whose disk has less room than a stream may need."""
 _MAX_ACK_PENDING = 1024
 """Maximum delivered messages of a consumer that are not acknowledged yet."""
+_JOB_TOKEN = 3
+"""Index of the tenant in the subjects of reports and records of runs; the job and the run
+follow."""
 _IDLE_HEARTBEAT_S = 2.0
 """How often the server rechecks a consumer that had nothing to deliver, and sends a heartbeat."""
 
@@ -306,8 +309,26 @@ class Bus:
                 if sequence <= newest:
                     continue
                 newest = sequence
-                tenant, job = message.subject.split(".")[-2:]
-                yield JobKey(tenant, job), time_s, decode(message.data, JobReport)
+                tenant, job, *run = message.subject.split(".")[_JOB_TOKEN:]
+                report = decode(message.data, JobReport)
+                if run:
+                    report = msgspec.structs.replace(report, run=run[0])
+                yield JobKey(tenant, job), time_s, report
+
+    async def runs(self) -> dict[tuple[JobKey, str], JobStatus]:
+        """Return the stored record of each run, by job and name of the run."""
+        records = {}
+        for subject in await self.stored.subjects(streams.RUNS, streams.run_subject(">")):
+            stored = await self.stored.get(streams.RUNS, subject)
+            if stored is not None:  # it may have expired meanwhile
+                tenant, job, run = subject.split(".")[_JOB_TOKEN:]
+                records[JobKey(tenant, job), run] = decode(stored.payload, JobStatus)
+        return records
+
+    async def drop_run(self, job: JobKey, run: str) -> None:
+        """Drop the record of a run, and what its controller reported."""
+        await self.stored.delete(streams.REPORTS, streams.report_subject(job, run))
+        await self.stored.delete(streams.RUNS, streams.run_subject(job, run))
 
     async def consume(
         self,

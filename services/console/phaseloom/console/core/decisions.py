@@ -16,6 +16,7 @@ ROUTINE = frozenset(
         "copy requested",
         "deployment deleted",
         "deployment moved",
+        "job cancelled",
         "job done",
         "job draining",
         "job moved",
@@ -38,7 +39,8 @@ def decision_of(  # noqa: PLR0911, PLR0912 - one arm an event
             parts = ", ".join(f"{spec.name} on {spec.pool}" for spec in event.spec.deployments)
             return Decision(time_s, "submitted", parts, str(job))
         case events.JobFinished(job=job):
-            return Decision(time_s, "gave up" if event.failed else "finished", "", str(job))
+            title = "gave up" if event.failed else "finished"
+            return Decision(time_s, "cancelled" if event.cancelled else title, "", str(job))
         case events.DrainRequested(job=job):
             return Decision(time_s, "drained", "it accepts no new operations", str(job))
         case events.DeploymentCreated(job=job, spec=spec):

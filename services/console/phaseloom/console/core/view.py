@@ -146,6 +146,9 @@ class View:
                 by_job.pop(job, None)
             self._reports.pop(str(job), None)
             return
+        if before is not None and before.run != status.run:
+            self._counts.pop(job, None)
+            self._cycles.pop(job, None)
         self._jobs[job] = status
         if status.placement and (before is None or before.placement != status.placement):
             self.decided(Decision(time_s, "placed", status.placement, str(job)))
@@ -167,7 +170,7 @@ class View:
 
     def reported(self, job: JobKey, report: JobReport) -> None:
         """Store a report of a job's controller."""
-        row = wire.ReportRow(str(job), report.step, report.values)
+        row = wire.ReportRow(str(job), report.step, report.values, report.run)
         self._newest.put(row)
         self._reports.setdefault(row.job, deque(maxlen=NUM_REPORTS)).append(row)
 
@@ -410,6 +413,11 @@ def _job_row(
             wire.SegmentRow(segment.pool, segment.offset_s, segment.duration_s)
             for segment in (cycle.segments if cycle else [])
         ],
+        status.run,
+        status.submitted_s,
+        status.ended_s,
+        status.tags,
+        bool(status.config),
     )
 
 

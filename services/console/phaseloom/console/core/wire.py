@@ -79,6 +79,8 @@ class ReportRow(msgspec.Struct, frozen=True, array_like=True):
     """`<tenant>.<job>`"""
     step: int
     values: dict[str, float]
+    run: str = ""
+    """See `JobRow.run`."""
 
 
 class NodeRow(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -131,6 +133,15 @@ class JobRow(msgspec.Struct, frozen=True, omit_defaults=True):
     worst_period_s: float = 0.0
     drift: float = 0.0
     segments: list[SegmentRow] = []
+    run: str = ""
+    """The job's present run: its start in UTC."""
+    submitted_s: float = 0.0
+    """When the run was submitted, in Unix seconds."""
+    ended_s: float = 0.0
+    """When the run ended, in Unix seconds; 0: it has not ended."""
+    tags: list[str] = []
+    has_config: bool = False
+    """Whether the run has a config; `/api/explain/<job>` returns it."""
 
 
 class Update(msgspec.Struct, frozen=True, omit_defaults=True):

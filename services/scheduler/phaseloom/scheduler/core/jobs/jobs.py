@@ -17,7 +17,7 @@ from phaseloom.scheduler.core.placement import assignment, evacuation
 from phaseloom.scheduler.core.planning import admission, groups
 from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.cluster import Decision, Member, Placed, Refused, Waits
-from phaseloom.scheduler.core.state.job import Job
+from phaseloom.scheduler.core.state.job import Job, run_name
 from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobEvent, JobState, WpgState
 from phaseloom.scheduler.core.wpgs import moves, wpgs
@@ -51,6 +51,7 @@ def submit(step: Step, event: events.JobSubmitted) -> None:
         spec=event.spec,
         submitted_s=step.now_s,
         submitted_sequence=step.sequence,
+        run=run_name(step.now_s, old.run if old is not None else ""),
     )
     if old is not None:
         _inherit_name(step, job, old)
@@ -199,8 +200,12 @@ def finish(step: Step, event: events.JobFinished) -> None:
     job = step.state.jobs.get(str(event.job))
     if job is not None and job.state not in JOB_ENDED:
         job.failed(None)
-        reason = "the controller gave up" if event.failed else "the controller finished"
-        _end(step, job, JobEvent.FAILED if event.failed else JobEvent.FINISHED, reason)
+        if event.cancelled:
+            _end(step, job, JobEvent.CANCELLED, "a person cancelled it")
+        elif event.failed:
+            _end(step, job, JobEvent.FAILED, "the controller gave up")
+        else:
+            _end(step, job, JobEvent.FINISHED, "the controller finished")
     _answer(step, event.request, job or event.job)
 
 
@@ -304,7 +309,11 @@ def _fail(step: Step, job: Job, error: ErrorInfo) -> None:
 
 def _end(step: Step, job: Job, event: JobEvent, reason: str) -> None:
     step.advance_job(job, event)
-    step.notify(f"job {job.state}", reason, str(job.key))
+    job.ended(step.now_s)
+    if job.state is JobState.CANCELLED:
+        step.notify("job cancelled", reason, str(job.key))
+    else:
+        step.notify(f"job {job.state}", reason, str(job.key))
     error = job.error or ErrorInfo(Code.ABORTED, f"job {job.key} has ended: {reason}")
     for deployment in step.deployments_of(job):
         operations.abort_all(step, deployment, error, queue_ends=True)
@@ -330,7 +339,7 @@ def status(step: Step, job: Job, *, lists_operations: bool = True) -> JobStatus:
             DeploymentStatus(
                 name=d.key.deployment,
                 pool=d.spec.pool,
-                node=d.node or "",
+                node="" if d.wpg.state is WpgState.STOPPED else d.node or "",
                 state=d.wpg.state,
                 incarnation=d.wpg.incarnation,
                 next_seq=d.queue.next_seq,
@@ -343,4 +352,9 @@ def status(step: Step, job: Job, *, lists_operations: bool = True) -> JobStatus:
         placement=assignment.describe(step, job),
         device_s=dict(job.device_s),
         slower=shares.describe_corrections(step, job),
+        run=job.run,
+        submitted_s=job.submitted_s,
+        ended_s=job.ended_s,
+        config=job.spec.config,
+        tags=job.spec.tags,
     )

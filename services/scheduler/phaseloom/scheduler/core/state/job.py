@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import msgspec
 
 from phaseloom.common.contract.errors import ErrorInfo
@@ -9,6 +11,17 @@ from phaseloom.common.contract.ids import JobKey, NodeId, OperationKey, VersionK
 from phaseloom.common.contract.specs import DeploymentSpec, JobSpec
 from phaseloom.scheduler.core.state.durability import Copying
 from phaseloom.scheduler.core.state.transitions import JobState
+
+
+def run_name(submitted_s: float, previous: str = "") -> str:
+    """Return the name of a run: its start in UTC, so that names sort by age.
+
+    Args: previous: the job's run before it, which may have started in the same second.
+    """
+    name = f"{datetime.fromtimestamp(submitted_s, UTC):%Y%m%d-%H%M%S}"
+    if not previous.startswith(name):
+        return name
+    return f"{name}-{int(previous.removeprefix(name).removeprefix('-') or 1) + 1}"
 
 
 class Controller(msgspec.Struct):
@@ -174,6 +187,10 @@ class Job(msgspec.Struct):
     state: JobState = JobState.SUBMITTED
     submitted_s: float = 0.0
     submitted_sequence: int = 0
+    run: str = ""
+    """Name of this run among those of the job's name: its start in UTC."""
+    ended_s: float = 0.0
+    """When the job ended. 0: it has not ended."""
     controller: Controller = msgspec.field(default_factory=Controller)
     versions: JobVersions = msgspec.field(default_factory=JobVersions)
     earlier: EarlierDeployments = msgspec.field(default_factory=EarlierDeployments)
@@ -194,6 +211,9 @@ class Job(msgspec.Struct):
 
     def charge(self, pool: str, device_s: float) -> None:
         self.device_s[pool] = self.device_s.get(pool, 0.0) + device_s
+
+    def ended(self, now_s: float) -> None:
+        self.ended_s = now_s
 
     def failed(self, error: ErrorInfo | None) -> None:
         """Record the job's error. None: the error no longer applies."""

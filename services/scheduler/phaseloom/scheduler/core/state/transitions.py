@@ -43,6 +43,8 @@ class JobState(StrEnum):
     """The job accepts no new operations and becomes DONE once none is open."""
     DONE = "done"
     FAILED = "failed"
+    CANCELLED = "cancelled"
+    """A person ended the job."""
     REJECTED = "rejected"
     ROLLED_BACK = "rolled_back"
     """The state fell back to the last checkpoint. The job becomes ACTIVE once a controller
@@ -102,6 +104,7 @@ class JobEvent(StrEnum):
     FELL_BACK = "fell back"
     FINISHED = "finished"
     FAILED = "failed"
+    CANCELLED = "cancelled"
     REJECTED = "rejected"
 
 
@@ -164,6 +167,7 @@ JOBS = _table(
     ((*_NOT_UP_YET, *_RUNNING), JobEvent.DRAIN, JobState.DRAINING),
     (_LIVING, JobEvent.FINISHED, JobState.DONE),
     (_LIVING, JobEvent.FAILED, JobState.FAILED),
+    (_LIVING, JobEvent.CANCELLED, JobState.CANCELLED),
     ((JobState.SUBMITTED, *_NOT_UP_YET), JobEvent.REJECTED, JobState.REJECTED),
 )
 
@@ -183,7 +187,7 @@ MOVES = _table(
 """A move ends when the deployment is up on its new nodes, stays after all, or has ended."""
 
 
-JOB_ENDED = frozenset({JobState.DONE, JobState.FAILED, JobState.REJECTED})
+JOB_ENDED = frozenset({JobState.DONE, JobState.FAILED, JobState.CANCELLED, JobState.REJECTED})
 
 
 def next_state(  # noqa: PLR0917 - one line of a table, its name and its place

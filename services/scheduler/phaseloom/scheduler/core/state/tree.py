@@ -20,7 +20,7 @@ from phaseloom.scheduler.core.state.node import Leave, Node
 from phaseloom.scheduler.core.state.observed import MAX_SIZES, Observed, name_of
 from phaseloom.scheduler.core.state.operation import Ending, Op
 
-CORE_VERSION = 2
+CORE_VERSION = 3
 """Raised whenever the same log would give other commands, or the state has another shape.
 `upgrades` turns the snapshot of an older version into one of this version."""
 

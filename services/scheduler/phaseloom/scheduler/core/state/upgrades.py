@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from phaseloom.common.contract.ids import OperationKey
+from phaseloom.scheduler.core.state.job import run_name
 
 Tree = dict[str, Any]
 """The state as plain MessagePack values: mappings, lists, numbers, text."""
@@ -34,7 +35,15 @@ def _name_readers(tree: Tree) -> None:
             named["readers"] = {str(key): key.deployment_name for key in keys}
 
 
-UPGRADES: Mapping[int, Upgrade] = {1: _name_readers}
+def _name_runs(tree: Tree) -> None:
+    """Version 3 names the runs of jobs, and counts incarnations from the job's first one."""
+    for job in tree["jobs"].values():
+        job["run"] = run_name(job["submitted_s"])
+    for deployment in tree["deployments"].values():
+        deployment["wpg"]["first_incarnation"] = 1
+
+
+UPGRADES: Mapping[int, Upgrade] = {1: _name_readers, 2: _name_runs}
 """Core version → the upgrade of its tree to the next version."""
 
 

@@ -26,6 +26,9 @@ class Wpg(msgspec.Struct):
     dying_on: list[NodeId] = []
     """Nodes of a LOST WPG that have not confirmed yet that their ranks are dead."""
     incarnation: int = 0
+    first_incarnation: int = 0
+    """The deployment's first incarnation. Lower ones are those of earlier deployments of its
+    name."""
     state_bytes: int = 0
     base: int = 0
     """Seal from which this incarnation was started."""
@@ -62,6 +65,7 @@ class Wpg(msgspec.Struct):
     def begin(self, seal_seq: int) -> None:
         """Start the next incarnation from this seal."""
         self.incarnation += 1
+        self.first_incarnation = self.first_incarnation or self.incarnation
         self.base = seal_seq
 
     def complete_start(self, now_s: float) -> None:

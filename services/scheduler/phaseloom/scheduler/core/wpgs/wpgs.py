@@ -302,9 +302,19 @@ def started(step: Step, event: WpgStarted) -> None:
         holders.clear_stale_holders(step, deployment)
     if step.state.closing:
         step.follow_up(FollowUp.PLACE)  # the number of copies of its seal has changed
-    if deployment.wpg.incarnation > 1 and not deployment.durability.replay:
-        step.notify("recovered", f"from its seal at {event.applied}", deployment.name)
+    is_rebuilt = deployment.wpg.incarnation > deployment.wpg.first_incarnation
+    if is_rebuilt and not deployment.durability.replay:
+        step.notify("recovered", _origin(deployment, event.applied), deployment.name)
     _touch_siblings(step, deployment)
+
+
+def _origin(deployment: Deployment, applied: int) -> str:
+    """Describe the state that a WPG has started from."""
+    if deployment.durability.seal_seq:
+        return f"from its seal at {applied}"
+    if deployment.wpg.checkpoint:
+        return f"from its checkpoint {deployment.wpg.checkpoint}"
+    return "from its first state, because it had no seal yet"
 
 
 def _reject_mixed_start(step: Step, deployment: Deployment, event: WpgStarted) -> None:

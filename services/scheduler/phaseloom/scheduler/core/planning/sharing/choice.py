@@ -53,6 +53,7 @@ class _Choice(msgspec.Struct):
     cluster: Cluster
     member: Member
     most_first: bool
+    is_counted: bool
     accepts: Accepts
     refusals: Refusals = msgspec.field(default_factory=Refusals)
 
@@ -73,8 +74,8 @@ def join_or_open(
           is_counted: whether the limit on jobs per group applies to this job.
           accepts: further condition on a placement.
     """
-    choice = _Choice(cluster, member, most_first, accepts)
-    by_jobs = _classes(choice, is_counted)
+    choice = _Choice(cluster, member, most_first, is_counted, accepts)
+    by_jobs = _classes(choice)
     for num_jobs in sorted({0, *by_jobs}, reverse=most_first):
         placed = _best(choice, by_jobs[num_jobs]) if num_jobs else _on_its_own(choice)
         if placed is not None:
@@ -90,12 +91,12 @@ def on_free_nodes(cluster: Cluster, member: Member) -> Placed | None:
     return Placed("", nodes, f"its own nodes, {takes}")
 
 
-def _classes(choice: _Choice, is_counted: bool) -> dict[int, list[Group]]:
+def _classes(choice: _Choice) -> dict[int, list[Group]]:
     """Groups with room, by their number of jobs."""
     by_jobs: dict[int, list[Group]] = {}
     for group in choice.cluster.groups.values():
         is_full = len(group.members) >= choice.cluster.limits.max_group_jobs
-        if not group.is_closed and not (is_counted and is_full):
+        if not group.is_closed and not (choice.is_counted and is_full):
             by_jobs.setdefault(len(group.members), []).append(group)
         else:
             choice.refusals.full += 1
@@ -189,9 +190,10 @@ def _shift(choice: _Choice, site: Site) -> tuple[int, float]:
 
 def _placed(choice: _Choice, site: Site, shift: int, interference: float, share: float) -> Placed:
     limits = choice.cluster.limits
+    limit = f" of at most {limits.max_group_jobs}" if choice.is_counted else ""
     reason = (
-        f"joins {site.group.name} as job {len(site.group.members) + 1} of at most "
-        f"{limits.max_group_jobs}; its nodes are in use {site.duty:.0%} of the time already; "
+        f"joins {site.group.name} as job {len(site.group.members) + 1}{limit}; its nodes "
+        f"are in use {site.duty:.0%} of the time already; "
         f"shifted by {shift} s, it overlaps with other jobs {interference:.1%} of the time; the "
         f"longest predicted wait is {share:.1%} of a job's time (limit {limits.duty_limit:.0%})"
     )
