@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import resource
@@ -61,7 +62,7 @@ from tests.support.statedaemon import (
     sent,
     start,
 )
-from tests.support.staterank import slots_of
+from tests.support.staterank import fill, slots_of
 
 
 async def test_switch_moves_state_out_and_back_bit_equal(short_dir: Path) -> None:
@@ -83,6 +84,35 @@ async def test_switch_moves_state_out_and_back_bit_equal(short_dir: Path) -> Non
         }
         await d.agent.switch_in(POLICY, 1, 3, [OTHER])
         assert first.digest() == content
+
+
+async def test_extent_of_a_training_rank_is_its_heap_while_it_is_resident(
+    short_dir: Path,
+) -> None:
+    """So a switch copies nothing and needs no fresh pages."""
+    async with daemon(short_dir, devices=[MiB]) as d:
+        first, second = await start(d, POLICY), await start(d, OTHER)
+        files: dict[DeploymentKey, set[str]] = {POLICY: set(), OTHER: set()}
+        turns = [(POLICY, first, OTHER), (OTHER, second, POLICY)]
+        for epoch, (key, rank, out) in enumerate(turns * 2, start=1):
+            await d.agent.switch_in(key, 1, epoch, [out])
+            rank.run(epoch)
+            files[key].add(_memory_of(rank.heap))
+        assert _memory_of(first.heap) == ""
+        for key, names_of_files in files.items():
+            (name,) = names_of_files
+            assert f"the host copy of {key}" in name
+
+
+def _memory_of(heap: Heap) -> str:
+    """The file, with its inode, that is mapped where the heap begins; empty: none."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(heap.buffer))
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *fields = line.split(maxsplit=4)
+        start, end = (int(place, 16) for place in span.split("-"))
+        if start <= address < end:
+            return fields[-1] if "memfd" in line else ""
+    raise AssertionError("not mapped")
 
 
 async def test_repeated_and_stale_switches_are_told_apart(short_dir: Path) -> None:
@@ -305,13 +335,13 @@ async def test_offload_gives_back_the_rank_process_memory(short_dir: Path) -> No
         await d.agent.switch_in(POLICY, 1, 1, [])
         await rank.ask("fill 3")
         content = await rank.ask("digest")
-        before = await rank.ask("rss_anon")
+        before = await rank.ask("rss")
         await d.agent.switch_out(POLICY, 1, 1)
-        after = await rank.ask("rss_anon")
+        after = await rank.ask("rss")
         assert before - after >= 0.9 * size
         await d.agent.switch_in(POLICY, 1, 2, [])
         assert await rank.ask("digest") == content
-        assert await rank.ask("rss_anon") >= 0.9 * size
+        assert await rank.ask("rss") >= 0.9 * size
 
 
 async def test_garbage_ends_that_connection_only(short_dir: Path) -> None:
@@ -379,6 +409,39 @@ async def test_seal_of_an_offloaded_deployment_needs_no_rank(short_dir: Path) ->
         sealed = await d.agent.write_seal(POLICY, 1, 2, [])
         assert sealed.digest == content
         assert (await d.agent.status()).host_used_bytes == 0
+
+
+async def test_seal_of_an_offloaded_deployment_stands_while_it_runs_again(short_dir: Path) -> None:
+    """Its operations write the very memory that the seal would be written from."""
+    async with daemon(short_dir) as d:
+        rank = await start(d, POLICY)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        for seq, epoch in ((1, 1), (3, 4)):
+            content = rank.run(seq)
+            await d.agent.switch_out(POLICY, 1, epoch)
+            await d.agent.prepare_seal(POLICY, 1, seq)
+            await d.agent.switch_in(POLICY, 1, epoch + 1, [])
+            rank.run(seq + 1)
+            if seq == 3:
+                await d.relaunch()  # the next daemon has the snapshot too
+            sealed = await d.agent.write_seal(POLICY, 1, seq, [])
+            assert sealed.digest == content
+
+
+async def test_load_waits_until_a_seal_is_written_that_reads_the_same_memory(
+    short_dir: Path,
+) -> None:
+    size = 64 * MiB
+    async with daemon(short_dir, devices=[size]) as d:
+        rank = await start(d, POLICY, size)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        content = rank.run(1)
+        await d.agent.switch_out(POLICY, 1, 1)
+        await d.agent.prepare_seal(POLICY, 1, 1)
+        rank.on_loaded = lambda: fill(rank.heap, 2)  # as soon as it is there
+        write = await sent(d.agent.write_seal(POLICY, 1, 1, []))
+        await d.agent.switch_in(POLICY, 1, 2, [])
+        assert (await write).digest == content
 
 
 async def test_seal_is_refused_when_another_seq_was_applied(short_dir: Path) -> None:

@@ -46,6 +46,7 @@ from phaseloom.statemgr.transfer.tensorslices import Box
 from tests.support.meshcerts import SECRET, identity, ticket
 from tests.support.peerfetch import fetch, home
 from tests.support.statedaemon import (
+    OTHER,
     POLICY,
     SAMPLER,
     Daemon,
@@ -63,9 +64,11 @@ ABSURD = (2**63, 2**64 - 1, 2**62, -1, -(2**63))
 
 
 @asynccontextmanager
-async def _serving(directory: Path, *, peer_timeout_s: float = 10.0) -> AsyncIterator[Daemon]:
+async def _serving(
+    directory: Path, *, peer_timeout_s: float = 10.0, kept_bytes: int = 0
+) -> AsyncIterator[Daemon]:
     """A daemon with a policy and its version; what it serves is the same after the test, and it
-    holds no byte and no descriptor more."""
+    holds no byte and no descriptor more, except for `kept_bytes` that it keeps for reuse."""
     async with daemon(directory, PEER_TIMEOUT_S=str(peer_timeout_s)) as d:
         policy = await start(d, POLICY)
         await d.agent.switch_in(POLICY, 1, 1, [])
@@ -75,7 +78,7 @@ async def _serving(directory: Path, *, peer_timeout_s: float = 10.0) -> AsyncIte
         before = await d.agent.status()
         yield d
         after = await d.agent.status()  # fails where its records contradict themselves
-        assert after.host_used_bytes == before.host_used_bytes
+        assert after.host_used_bytes == before.host_used_bytes + kept_bytes
         assert after.versions == [KEY]
         _, served = await fetch(await d.endpoint(), KEY)
         assert served == bytes(policy.heap.buffer)
@@ -516,11 +519,35 @@ async def test_a_source_that_is_none_harms_nobody(short_dir: Path) -> None:
 
 
 async def test_a_seal_of_an_absurd_seq_is_not_prepared(short_dir: Path) -> None:
-    async with _serving(short_dir) as d:
+    async with _serving(short_dir, kept_bytes=MiB) as d:  # of a snapshot
         for seq in (-1, 2**63, 0):
             with pytest.raises(CallerError):
                 await d.agent.prepare_seal(POLICY, 1, seq)
         assert names(d) == []
+
+
+@pytest.mark.parametrize("is_resident", [True, False])
+async def test_memory_of_a_dead_rank_is_never_seen_by_another(
+    short_dir: Path, is_resident: bool
+) -> None:
+    """Neither its heap nor its host copy nor the snapshot for its seal."""
+    async with daemon(short_dir, devices=[MiB], host_bytes=2 * MiB) as d:
+        async with child(d, POLICY, MiB) as rank:
+            await d.agent.switch_in(POLICY, 1, 1, [])
+            await rank.ask("fill 3")
+            await d.agent.prepare_seal(POLICY, 1, 3)
+            await d.agent.write_seal(POLICY, 1, 3, [])  # now its snapshot is idle
+            if not is_resident:
+                await d.agent.switch_out(POLICY, 1, 1)
+            rank.process.kill()
+            await rank.process.wait()
+        peer = await greeted(d, OTHER)
+        slots = [TensorSlot("w", Role.WEIGHT, "uint8", [MiB], 0, MiB)]
+        heap = RegisterHeap(MiB, TensorTable.of(slots).packed, emulated=True)
+        _, (fd,) = await peer.call(heap)
+        assert os.pread(fd, MiB, 0) == bytes(MiB)
+        os.close(fd)
+        await peer.close()
 
 
 async def test_descriptors_beside_a_rank_s_answers_are_closed(short_dir: Path) -> None:

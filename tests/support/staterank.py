@@ -3,7 +3,7 @@
     python -m tests.support.staterank <socket> <token> <heap bytes>
 
 It answers one JSON line on stdout to each line on stdin: `fill <seq>` (fills the heap by a mutating
-operation `seq`), `digest`, `rss_anon` (bytes). It exits when its connection ends.
+operation `seq`), `digest`, `rss` (bytes). It exits when its connection ends.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ def fill(heap: Heap, seq: int) -> None:
         buffer[start:end] = block[: end - start]
 
 
-def rss_anon_bytes() -> int:
+def rss_bytes() -> int:
+    """Memory of the process and memory that it shares, without files on disk."""
     ctypes.CDLL(None).malloc_trim(0)
-    match = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert match is not None
-    return int(match[1]) * 1024
+    found = re.findall(r"Rss(?:Anon|Shmem):\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert len(found) == 2
+    return sum(map(int, found)) * 1024
 
 
 async def main(socket: str, token: str, heap_bytes: int) -> None:
@@ -57,8 +58,8 @@ async def main(socket: str, token: str, heap_bytes: int) -> None:
                 return seq
             case ["digest"]:
                 return digest_of(heap.buffer)
-            case ["rss_anon"]:
-                return rss_anon_bytes()
+            case ["rss"]:
+                return rss_bytes()
         raise ValueError(line)
 
     client = await RankStateClient.connect(

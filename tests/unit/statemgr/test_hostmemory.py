@@ -71,7 +71,7 @@ def test_pool_keeps_few_and_can_be_dropped() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["reserve", "free", "park", "drop_pool"]),
+            st.sampled_from(["reserve", "uncounted", "free", "park", "drop_pool"]),
             st.integers(0, 4 * PAGE_BYTES),
             st.sampled_from(["", "p", "q"]),
         )
@@ -90,6 +90,10 @@ def test_budget_is_never_exceeded_and_no_extent_has_two_owners(
                     continue
                 assert extent not in owned
                 owned.append(extent)
+            elif kind == "uncounted":
+                extent = memory.reserve_uncounted(number, "x", pool)
+                assert extent not in owned
+                owned.append(extent)
             elif kind == "drop_pool":
                 memory.drop_pool(pool)
             elif owned:
@@ -100,6 +104,19 @@ def test_budget_is_never_exceeded_and_no_extent_has_two_owners(
                     memory.park(extent, pool)
             memory.validate()
             assert memory.extents_in_use() == set(owned)
+
+
+def test_uncounted_extent_is_counted_while_it_is_idle_and_only_if_there_is_room() -> None:
+    with memory_of(2) as memory:
+        kept = memory.reserve_uncounted(PAGE_BYTES, "snapshot", "pool")
+        assert memory.used_bytes == 0
+        memory.park(kept, "pool")
+        assert memory.used_bytes == PAGE_BYTES
+        assert memory.reserve_uncounted(PAGE_BYTES, "snapshot", "pool") == kept
+        assert memory.used_bytes == 0
+        memory.reserve(2 * PAGE_BYTES, "all there is")
+        memory.park(kept, "pool")
+        assert kept not in memory.handles()
 
 
 def test_extents_of_the_daemon_before_keep_their_numbers() -> None:

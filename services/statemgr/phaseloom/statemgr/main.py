@@ -297,7 +297,7 @@ def wire(
         tiering=tiering,
         frozen=frozen,
         switcher=Switcher(
-            *(ledger, residency, ranks, tiering, frozen, digests, node.device_copies)
+            *(ledger, residency, ranks, tiering, frozen, digests, node.device_copies, node.copies)
         ),
         rank_memory=RankMemory(
             *(ledger, records, memory, node.copies, ranks, tiering), restore=replicator.restore

@@ -76,6 +76,10 @@ class RegisterHeap(Message, frozen=True):
     pins: bool = False
     """Whether the device pins the extent's pages, which must then be unpinned (`Unpin`) before they
     are released."""
+    emulated: bool = False
+    """Whether the device is emulated, so that host memory serves as device memory. If the rank is
+    not frozen and has no `host_bytes`, its extent is then the memory of its heap while it is
+    resident: an offload and a load copy nothing."""
 
 
 class HeapRegistered(Message, frozen=True):

@@ -66,6 +66,17 @@ def map_file_at(address: int, fd: int, num_bytes: int, *, writable: bool = True)
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
+def unmap_file_at(address: int, num_bytes: int) -> None:
+    """Replace existing mappings at an address by memory of this process, which has no pages yet.
+
+    Raises: OSError: the system refuses the mapping.
+    """
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+    if _libc.mmap(address, num_bytes, access, flags, -1, 0) != address:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
 def _sharing(writable: bool) -> int:
     """Return the mmap flags for a mapping that is written to the file, or only read.
 

@@ -176,9 +176,13 @@ class Handover:
             if not self._take_extent(loan.extent, loan.num_bytes, f"what {name} has borrowed"):
                 return False
         for name in entry.__struct_fields__:
-            if name not in {"copy", "loans"}:
+            if name not in {"copy", "loans", "snapshot"}:
                 setattr(rank, name, getattr(entry, name))
         rank.loans = dict(entry.loans)
+        if rank.is_in_extent and rank.wpg.prepared is not None and entry.snapshot is not None:
+            if not self._take_extent(entry.snapshot, num_bytes, rank.owner, is_uncounted=True):
+                return False
+            rank.snapshot = entry.snapshot
         if copy is not None:
             host_copies = self.records.host_copies
             if not host_copies.is_known(copy):
@@ -237,12 +241,19 @@ class Handover:
         self.records.snapshots[snapshot.key, snapshot.operation] = snapshot
 
     def _take_extent(
-        self, extent: int, num_bytes: int, name: str, *, is_vacated: bool = False
+        self,
+        extent: int,
+        num_bytes: int,
+        name: str,
+        *,
+        is_vacated: bool = False,
+        is_uncounted: bool = False,
     ) -> bool:
         """Adopt the memory of an extent, or add a holder if it is already adopted.
 
         Args:    num_bytes: the expected size.
                  is_vacated: whether the extent's bytes are on NVMe.
+                 is_uncounted: see `HostMemory.reserve_uncounted`.
         Returns: False: the memory was not handed over, or does not match the manifest.
         """
         if extent in self.memory.extents_in_use():
@@ -253,7 +264,8 @@ class Handover:
             log.error("the memory for %s was not handed over", name)
             return False
         try:
-            self.memory.take_over(extent, fd, num_bytes, name, is_vacated=is_vacated)
+            kind = {"is_vacated": is_vacated, "is_uncounted": is_uncounted}
+            self.memory.take_over(extent, fd, num_bytes, name, **kind)
         except ResourceError as error:
             log.error("%s", error)
             return False
@@ -294,7 +306,7 @@ class Handover:
             return
         for rank in wpg.ranks:
             # Snapshots of host-only state are not kept, and the rank may have changed that state.
-            is_known = rank.is_dirty or rank.frozen
+            is_known = rank.is_dirty or rank.frozen or rank.snapshot is not None
             is_kept = is_known or await has_digest(self.copies.bytes_for(rank), rank.digest)
             if rank.host_bytes or not is_kept:
                 self.records.residency.end_seal(wpg)
@@ -371,7 +383,7 @@ class Handover:
         is_below, copy.state = copy.state in ON_NVME, State.HOST
         if not is_below or copy.extent is None:
             return
-        if rank.host_bytes:
+        if rank.host_bytes or rank.is_in_extent:
             # # The extent's memory was given back, and the only copy of part of the state was
             # there.
             self._lose(rank.wpg, "part of its state was in memory that was given back")

@@ -120,7 +120,8 @@ class Extent:
 class HostMemory:
     """The node's host memory as a budget: extents in use, and idle ones kept for reuse.
 
-    Invariant (`validate`): the bytes of all extents, including idle ones, never exceed the budget.
+    Invariant (`validate`): the bytes of all extents, including idle ones, never exceed the budget,
+    except for those that are counted elsewhere (`reserve_uncounted`).
 
     Idle extents are kept because the first touch of fresh memory costs ten times a copy into
     touched memory. They are released, oldest first, before a reservation is refused. An extent is
@@ -133,11 +134,13 @@ class HostMemory:
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
-        """Bytes of all extents that have memory, including idle ones."""
+        """Bytes of all extents that have memory, including idle ones, and without those of
+        `reserve_uncounted`."""
         self.unrecorded: set[int] = set()
         """Extents that are being filled for a record that does not exist yet."""
         self._last = 0
         self._extents: dict[int, Extent] = {}
+        self._uncounted: set[int] = set()
         self._idle: dict[int, str] = {}
         """Pool of each idle extent, oldest first."""
 
@@ -156,12 +159,36 @@ class HostMemory:
         Raises:  ResourceError: RESOURCE_EXHAUSTED with the numbers.
         """
         size = rounded(num_bytes)
+        number = self._take_idle(size, pool)
+        if number is None:
+            self._make_room(size, label)
+            number = self._create(num_bytes, label, may_freeze=may_freeze)
+            self.used_bytes += size
+        return number
+
+    def reserve_uncounted(self, num_bytes: int, label: str, pool: str) -> int:
+        """Reserve an extent that takes the place in the budget of one that is device memory now.
+
+        The budget counts it once it is parked; it is freed instead if there is no room.
+        Args, Returns: as in `reserve`. Raises: ResourceError: the system has no memory.
+        """
+        number = self._take_idle(rounded(num_bytes), pool)
+        if number is None:
+            number = self._create(num_bytes, label)
+        else:
+            self.used_bytes -= self._extents[number].num_bytes
+        self._uncounted.add(number)
+        return number
+
+    def _take_idle(self, size: int, pool: str) -> int | None:
         for number, owner in self._idle.items():
             if pool and owner == pool and self._extents[number].num_bytes == size:
                 del self._idle[number]
                 self._extents[number].num_holders = 1
                 return number
-        self._make_room(size, label)
+        return None
+
+    def _create(self, num_bytes: int, label: str, *, may_freeze: bool = False) -> int:
         try:
             extent = Extent(num_bytes, f"phaseloom: {label}", may_freeze=may_freeze)
         except OSError as error:
@@ -172,7 +199,6 @@ class HostMemory:
             ) from error
         self._last += 1
         self._extents[self._last] = extent
-        self.used_bytes += size
         return self._last
 
     def vacate(self, extent: int) -> None:
@@ -193,14 +219,21 @@ class HostMemory:
         self.used_bytes += vacated.num_bytes
 
     def take_over(
-        self, extent: int, fd: int, num_bytes: int, label: str, *, is_vacated: bool = False
+        self,
+        extent: int,
+        fd: int,
+        num_bytes: int,
+        label: str,
+        *,
+        is_vacated: bool = False,
+        is_uncounted: bool = False,
     ) -> None:
         """Adopt an extent of the previous daemon. Owns `fd` from here on, unless it raises.
 
         Raises: ResourceError: the extent exceeds the budget, or `fd` is not that extent.
         """
         assert extent not in self._extents
-        size = 0 if is_vacated else rounded(num_bytes)
+        size = 0 if is_vacated or is_uncounted else rounded(num_bytes)
         if self.used_bytes + size > self.budget_bytes:
             raise ResourceError(
                 f"extent {extent} needs {size} bytes: {self.used_bytes} of {self.budget_bytes} are "
@@ -215,6 +248,7 @@ class HostMemory:
             raise ResourceError(f"the memory for {label} cannot be taken over: {error}") from error
         adopted.is_vacated = is_vacated
         self._extents[extent] = adopted
+        self._uncounted |= {extent} if is_uncounted else set()
         self._last = max(self._last, extent)
         self.used_bytes += size
 
@@ -236,6 +270,13 @@ class HostMemory:
         """Remove a holder of an extent. If it was the last one, keep the touched memory for the
         next reservation in `pool`."""
         if self._is_left(extent):
+            if extent in self._uncounted:
+                size = self._extents[extent].num_bytes
+                if self.used_bytes + size > self.budget_bytes:
+                    self._give_up(extent)
+                    return
+                self._uncounted.discard(extent)
+                self.used_bytes += size
             self._idle[extent] = pool
             for number in self._idle_of(pool)[:-MAX_IDLE_PER_POOL]:
                 self._give_up(number)
@@ -270,10 +311,8 @@ class HostMemory:
 
     def validate(self) -> None:
         """Raises: AssertionError: an invariant does not hold."""
-        extents = self._extents.values()
-        assert self.used_bytes == sum(
-            extent.num_bytes for extent in extents if not extent.is_vacated
-        )
+        assert self._uncounted <= self.extents_in_use()
+        assert self.used_bytes == sum(map(self._counted_bytes, self._extents))
         assert 0 <= self.used_bytes <= self.budget_bytes
         assert self._idle.keys() <= self._extents.keys()
         for number, extent in self._extents.items():
@@ -308,10 +347,14 @@ class HostMemory:
             self._give_up(next(iter(self._idle)))
 
     def _give_up(self, number: int) -> None:
-        extent = self._extents.pop(number)
+        self.used_bytes -= self._counted_bytes(number)
         self._idle.pop(number, None)
-        self.used_bytes -= 0 if extent.is_vacated else extent.num_bytes
-        extent.close()
+        self._uncounted.discard(number)
+        self._extents.pop(number).close()
+
+    def _counted_bytes(self, number: int) -> int:
+        extent = self._extents[number]
+        return 0 if extent.is_vacated or number in self._uncounted else extent.num_bytes
 
 
 def joined(first: Extent, first_bytes: int, second: Extent, second_bytes: int) -> memoryview:

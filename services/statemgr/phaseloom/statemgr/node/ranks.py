@@ -192,8 +192,12 @@ class Ranks:
         """Free what an incarnation no longer needs: the memory of a lost incarnation once no seal
         needs it, and the snapshots of a seal that has ended."""
         extents, copies = self._residency.reap(wpg)
+        is_kept = not wpg.is_lost and wpg.ranks[0].is_in_extent  # snapshots, for the next seal
         for extent in extents:
-            self._memory.free(extent)
+            if is_kept:
+                self._memory.park(extent, pool_of(wpg))
+            else:
+                self._memory.free(extent)
         for copy in copies:
             self._copies.free(copy)
         self._ledger.announce()

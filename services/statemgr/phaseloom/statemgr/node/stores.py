@@ -23,7 +23,7 @@ from phaseloom.common.transport.framing import close_fds
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.disk.statefile import parts_in
 from phaseloom.statemgr.node.background import Background
-from phaseloom.statemgr.node.extents import HostMemory
+from phaseloom.statemgr.node.extents import Extent, HostMemory
 from phaseloom.statemgr.node.ledger import Ledger
 from phaseloom.statemgr.records.incarnations import HostCopy, InvalidTransition, Rank, State, Wpg
 from phaseloom.statemgr.records.records import Records
@@ -285,6 +285,22 @@ class HostCopyStore:
         """The bytes of a rank's host copy, as `bytes_of`."""
         assert rank.copy is not None
         return self.bytes_of(rank.copy)
+
+    @contextmanager
+    def snapshot_of(self, rank: Rank) -> Iterator[Extent]:
+        """Memory for a snapshot of a rank whose extent is device memory until the seal's end. The
+        snapshot takes its place in the budget. It is the rank's once the block has filled it."""
+        label, pool = f"the seal of {rank.owner}", pool_of(rank.wpg)
+        snapshot = self._memory.reserve_uncounted(rank.extent_bytes, label, pool)
+        self._memory.unrecorded.add(snapshot)
+        try:
+            yield self._memory[snapshot]
+            rank.wpg.check_alive()
+            rank.snapshot = snapshot
+        finally:
+            self._memory.unrecorded.discard(snapshot)
+            if rank.snapshot != snapshot:
+                self._memory.free(snapshot)
 
     def file_of(self, copy: HostCopy) -> Path:
         """The file of a host copy while it is on NVMe."""

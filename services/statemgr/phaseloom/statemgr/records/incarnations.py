@@ -139,12 +139,15 @@ class Rank:
     new_extent: int | None = None
     """The extent of a frozen rank's next host copy, until that copy is complete."""
     snapshot: int | None = None
-    """The extent with the host-only state as it was when a seal was prepared, if any."""
+    """The extent with the host-only state as it was when a seal was prepared, if any; with all
+    state if the rank's extent is device memory meanwhile (`is_in_extent`)."""
     loans: dict[int, Loan] = field(default_factory=dict)
     """Borrowed memory, by the rank's own numbers."""
     pins: bool = False
     """Whether the rank's device pins the extent's pages, so that the rank must unpin them before
     they are given back."""
+    emulated: bool = False
+    """See `RegisterHeap.emulated`."""
     applied: int = 0
     """The seq of the newest host copy."""
     frozen: bool = False
@@ -217,6 +220,12 @@ class Rank:
     def extents(self) -> list[int]:
         """Extents other than the host copy's: the next copy's, and the snapshot for a seal."""
         return [extent for extent in (self.new_extent, self.snapshot) if extent is not None]
+
+    @property
+    def is_in_extent(self) -> bool:
+        """Whether the rank's extent is also the memory of its heap while it is resident, so that a
+        switch copies nothing, but changes what a seal would read."""
+        return self.emulated and not self.frozen and not self.host_bytes
 
     @property
     def borrowed(self) -> list[int]:

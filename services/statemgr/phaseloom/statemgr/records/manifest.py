@@ -24,7 +24,7 @@ from phaseloom.statemgr.records.records import Records
 from phaseloom.statemgr.records.seals import HostSeal
 from phaseloom.statemgr.records.snapshots import Snapshot
 
-MAGIC = b"PLMANIF8"
+MAGIC = b"PLMANIF9"
 _PREFIX = struct.Struct("<8sQQ16s")
 _GENERATION = struct.Struct("<Q")
 
@@ -42,9 +42,11 @@ class RankEntry(msgspec.Struct, frozen=True, array_like=True):
     table: TensorTable
     copy: int | None
     new_extent: int | None
+    snapshot: int | None
     applied: int
     host_bytes: int
     pins: bool
+    emulated: bool
     frozen: bool
     model: str
     scratch_bytes: int

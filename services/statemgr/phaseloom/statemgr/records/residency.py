@@ -307,6 +307,7 @@ class Residency:
         rank.heap_bytes, rank.table = request.heap_bytes, table
         rank.host_bytes, rank.scratch_bytes = request.host_bytes, request.scratch_bytes
         rank.pins, rank.frozen, rank.model = request.pins, request.frozen, request.model
+        rank.emulated = request.emulated
         if rank.frozen:
             rank.new_extent = extent
         else:
@@ -574,7 +575,7 @@ class Residency:
         assert rank.state is not State.HOST or rank.is_whole, f"{rank}: no whole host copy"
         assert rank.frozen or rank.wpg.prepared is None or not rank.is_below
         assert rank.state is not State.OFFLOADING or rank.wpg.prepared is None
-        assert rank.snapshot is None or rank.host_bytes
+        assert rank.snapshot is None or rank.host_bytes or rank.is_in_extent
         assert not rank.loans or rank.state not in {State.AWAITING, State.LOST}
         has_memory = rank.state not in {State.AWAITING, State.LOST}
         assert not has_memory or rank.has_memory

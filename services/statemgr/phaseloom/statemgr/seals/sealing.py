@@ -15,6 +15,7 @@ from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.specs import Durability
 from phaseloom.common.contract.state_agent import PrepareSeal, Sealed, WriteSeal
 from phaseloom.common.contract.state_layout import host_start
+from phaseloom.common.contract.state_rank import StageState
 from phaseloom.statemgr.disk.disk import MemoryFile, copy, read_part, write_state
 from phaseloom.statemgr.disk.files import NEVER, find_parts
 from phaseloom.statemgr.disk.statefile import layout_of
@@ -85,7 +86,11 @@ class Sealer:
 
     async def _copy(self, rank: Rank) -> None:
         self.records.residency.begin_copy_out(rank, release=False)
-        copied = await self.frozen.copy_out(rank, release=False)
+        if rank.is_in_extent:
+            with self.copies.snapshot_of(rank) as target:
+                copied = await self.ranks.order(rank, StageState(), [target.fd])
+        else:
+            copied = await self.frozen.copy_out(rank, release=False)
         # The digest is taken while writing.
         self.records.residency.finish_copy_out(rank, copied.applied, rank.digest)
 
@@ -202,6 +207,8 @@ class Sealer:
     def _sealed(self, rank: Rank) -> memoryview:
         if rank.snapshot is None:
             return self.copies.bytes_for(rank)
+        if rank.is_in_extent:
+            return self.memory[rank.snapshot].view(rank.extent_bytes)
         assert rank.extent is not None
         extent = self.memory[rank.extent]
         snapshot, start = self.memory[rank.snapshot], host_start(rank.heap_bytes)

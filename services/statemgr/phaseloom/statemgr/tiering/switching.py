@@ -17,10 +17,11 @@ from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.state_agent import Switched, SwitchIn, SwitchOut
 from phaseloom.common.contract.state_rank import CopyIn
 from phaseloom.common.observability import telemetry
+from phaseloom.statemgr.disk.disk import copy
 from phaseloom.statemgr.node.digests import Digests, bad_copy
 from phaseloom.statemgr.node.ledger import Ledger
 from phaseloom.statemgr.node.ranks import Ranks
-from phaseloom.statemgr.node.stores import DeviceCopies
+from phaseloom.statemgr.node.stores import DeviceCopies, HostCopyStore
 from phaseloom.statemgr.records.incarnations import Rank, State, Step, Wpg
 from phaseloom.statemgr.records.residency import Residency
 from phaseloom.statemgr.tiering.sharing import FrozenCopies, layout_of
@@ -44,6 +45,7 @@ class Switcher:
     frozen: FrozenCopies
     digests: Digests
     device_copies: DeviceCopies
+    copies: HostCopyStore
 
     async def switch_in(self, request: SwitchIn) -> Switched:
         """Bring a deployment into device memory in place of the deployments that it displaces.
@@ -111,6 +113,8 @@ class Switcher:
 
     async def _load(self, ranks: list[Rank], trace: Context, done: Moved) -> None:
         async def load(rank: Rank) -> None:
+            if rank.is_in_extent:
+                await self._spare_seal(rank)
             await self.digests.until_taken(rank)
             with self._span("load", rank, trace):
                 self.device_copies.make_way(rank)
@@ -118,6 +122,28 @@ class Switcher:
                 done[rank] = await self._copy_in(rank)
 
         await on_each_device(ranks, load)
+
+    async def _spare_seal(self, rank: Rank) -> None:
+        """Copy the state of a prepared seal out of the extent that a rank is about to change. If
+        the seal is being written, wait for its end instead."""
+        wpg = rank.wpg
+        await self.ledger.until(lambda: wpg.prepared is None or not wpg.prepared.is_writing)
+        seal = wpg.prepared
+        if seal is None or rank.snapshot is not None:
+            return
+        seal.is_writing = True  # it must not be written from half a snapshot
+        try:
+            with self.copies.snapshot_of(rank) as target:
+                source = self.copies.bytes_for(rank)
+                await asyncio.to_thread(copy, target.view(len(source)), source)
+        except BaseException:
+            self.residency.end_seal(wpg)
+            raise
+        finally:
+            seal.is_writing = False
+            if wpg.is_lost:
+                self.residency.end_seal(wpg)
+            self.ranks.settle(wpg)
 
     async def _copy_out(self, rank: Rank) -> float:
         self.residency.begin_copy_out(rank, release=True)

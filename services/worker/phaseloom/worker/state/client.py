@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -143,6 +144,7 @@ class RankStateClient:
             await self._run(last)
         await self.loans.close()
         await self._link.close()
+        self._copies.close()
         if self._private_executor is not None:
             self._private_executor.shutdown()
 
@@ -191,6 +193,7 @@ class RankStateClient:
             frozen=frozen,
             model=model,
             pins=devicememory.is_pinning(heap) and not frozen,
+            emulated=devicememory.is_emulated(heap),
             scratch_bytes=heap.scratch_bytes,
         )
         answer, fds = await self._link.call(request)
@@ -200,9 +203,12 @@ class RankStateClient:
             raise InternalError(f"unexpected number of extents for a heap: {len(fds)}")
         extent: Mapping | None = None
         for fd in fds:
+            if request.emulated and not frozen and not host_bytes:
+                self._copies.heap_fd = os.dup(fd)
             extent = Mapping(fd, extent_bytes(heap.num_bytes, host_bytes), writable=True)
         self._copies.register(heap, slots, host_bytes, extent, frozen=frozen)
         if registered.applied:
+            await self._run(self._copies.drop_extent)
             self._copies.commit(registered.applied, "")
             await self._run(heap.release)
         return registered.applied
@@ -254,10 +260,8 @@ class RankStateClient:
         return read
 
     async def _commit_initial(self, digest: str, applied: int) -> None:
-        heap, extent = self._copies.registered()
-        if self._copies.is_frozen:
-            await self._run(extent.close)
-            self._copies.extent = None
+        heap = self._copies.registered_heap()
+        await self._run(self._copies.drop_extent)
         await self._link.ask(CommitInitial(digest, applied), Done)
         self._copies.commit(applied, digest)
         await self._run(heap.release)

@@ -206,6 +206,17 @@ def resident_bytes(memory: DeviceMemory) -> int:
         return memory.num_bytes
 
 
+def is_emulated(memory: DeviceMemory) -> bool:
+    return isinstance(memory, Heap)
+
+
+def attach(memory: DeviceMemory, fd: int) -> memoryview:
+    """Make a file the memory of an emulated device. The caller closes `fd`. Returns: the heap."""
+    assert isinstance(memory, Heap)
+    memory.attach(fd)
+    return memory.buffer
+
+
 def is_pinning(memory: DeviceMemory) -> bool:
     """Whether the memory pins its extent's pages. Pinned pages cannot be freed until `unpin`."""
     return isinstance(memory, CudaHeap)

@@ -2,8 +2,10 @@
 
 The heap and the host extent are two mappings. A switch is one memcpy in each direction, split over
 several threads; loaded bytes are hashed while they are in the cache. Extents stay mapped, because
-the first touch of a page is ten times slower than a copy. All functions block, release the GIL, and
-run in the one thread in which copies and operations exclude each other.
+the first touch of a page is ten times slower than a copy. On an emulated device, the extent of a
+rank that trains is the memory of its heap while it is resident: an offload only unmaps it, and a
+load maps and hashes it. All functions block, release the GIL, and run in the one thread in which
+copies and operations exclude each other.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ class HeapCopier:
         self.host_bytes = 0
         """Size of the state that exists only in `host_memory`."""
         self.extent: Mapping | None = None
+        self.heap_fd: int | None = None
+        """Descriptor of the extent if it is the memory of the heap while the rank is resident."""
         self._source: tuple[tuple[int, int], Mapping] | None = None
         """The extent from which a frozen heap was last loaded, by (device, inode)."""
         self.runs_of: Callable[[bytes], Runs] = self._paired_runs
@@ -69,6 +73,19 @@ class HeapCopier:
     ) -> None:
         self.heap, self.slots, self.host_bytes = heap, slots, host_bytes
         self.extent, self.is_frozen = extent, frozen
+
+    def drop_extent(self) -> None:
+        """Unmap the extent, which holds a whole state, unless switches or operations use it."""
+        is_used = self.heap_fd is None and not self.is_frozen
+        if self.extent is not None and not is_used:
+            self.extent.close()
+            self.extent = None
+
+    def close(self) -> None:
+        """Close the descriptor of the extent. Idempotent."""
+        if self.heap_fd is not None:
+            os.close(self.heap_fd)
+            self.heap_fd = None
 
     def commit(self, applied: int, digest: str) -> None:
         """Record a host copy of this seq, with its digest if known."""
@@ -259,9 +276,10 @@ class HeapCopier:
         return Copied(order.digest, applied, num_resident, time.monotonic() - started)
 
     def copy_out(self, *, release: bool) -> Copied:
-        heap, extent = self.registered()
+        heap = self.registered_heap()
         started, applied = time.monotonic(), self.applied()
-        self.out(heap, extent)
+        if self.heap_fd is None:
+            self.out(*self.registered())
         if release:
             heap.release()
             self.is_resident = False
@@ -282,9 +300,13 @@ class HeapCopier:
             devicememory.pin(heap, extent.buffer)
 
     def copy_in(self, expected: str) -> Copied:
-        heap, extent = self.registered()
+        heap = self.registered_heap()
 
         def move() -> str:
+            if self.heap_fd is not None:
+                # This also maps the pages, for the operations to come.
+                return digest_in_threads(devicememory.attach(heap, self.heap_fd))
+            _, extent = self.registered()
             self._pin(heap, extent)
             return devicememory.copy_in(extent.buffer, heap)
 
