@@ -9,7 +9,9 @@ from rich.console import Console
 from phaseloom.cli.top import WINDOW_S, Dashboard, show
 from phaseloom.common.contract.api import DeploymentStatus, JobStatus
 from phaseloom.common.contract.codec import encode
-from phaseloom.common.contract.events import Notice
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import JobFinished, Notice, WpgLost, WpgStarted
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId
 from phaseloom.common.transport.decisionlog import LogEntry
 from tests.support.runlog import HandMade, shared
 
@@ -78,3 +80,22 @@ def test_board_shows_jobs_with_their_state_and_notices() -> None:
     assert rows["router"][-1].strip() == "too large"
     dashboard.view("demo.a", None)
     assert "demo.a" not in shown(dashboard, 132.0)
+
+
+def test_ended_job_holds_no_node() -> None:
+    log = shared()
+    assert "demo.b.policy" in shown(board_of(log), 132.0)["t0"][2]
+    log.events.append((130.0, JobFinished(JobKey("demo", "b"), "finish")))
+    rows = shown(board_of(log), 132.0)
+    assert [rows[node][2].strip() for node in ("t0", "r0")] == ["-", "-"]
+
+
+def test_dead_workers_hold_no_node_and_a_late_report_of_earlier_ones_changes_nothing() -> None:
+    key, node = DeploymentKey("demo", "b", "policy"), NodeId("t0")
+    died = ErrorInfo(Code.ABORTED, "its job has ended")
+    log = shared()
+    log.events.append((127.0, WpgStarted(key, 2, node, 100, 0, [0])))
+    log.events.append((128.0, WpgLost(key, 1, node, died)))
+    assert "demo.b.policy" in shown(board_of(log), 132.0)["t0"][2]
+    log.events.append((130.0, WpgLost(key, 2, node, died)))
+    assert shown(board_of(log), 132.0)["t0"][2].strip() == "-"

@@ -267,3 +267,22 @@ def test_activations_are_told_also_where_nothing_moved_and_are_no_decisions() ->
     update = view.update(T0 + 3)
     assert [row.bytes_in for row in update.activations] == [0, 100]
     assert len(update.decisions) == before
+
+
+def test_second_run_of_a_job_has_its_own_counts_and_curves() -> None:
+    view, job = mesh(), JobKey("acme", "a")
+    view.status(T0, job, JobStatus("a", "active", run="r1", submitted_s=T0))
+    run(view, POLICY, 1, 2.0)
+    view.reported(job, JobReport("a", 0, {"loss": 1.0}, "r1"))
+    view.status(T0 + 3, job, JobStatus("a", "done", run="r1", submitted_s=T0, ended_s=T0 + 3))
+    (row,) = view.update(T0 + 4).jobs or []
+    assert (row.run, row.num_done, row.ended_s) == ("r1", 1, T0 + 3)
+    view.status(T0 + 5, job, JobStatus("a", "active", run="r2", submitted_s=T0 + 5, tags=["x"]))
+    view.reported(job, JobReport("a", 0, {"loss": 2.0}, "r2"))
+    update = view.update(T0 + 6)
+    (row,) = update.jobs or []
+    assert (row.run, row.num_done, row.ended_s, row.tags) == ("r2", 0, 0.0, ["x"])
+    assert [(r.run, r.values) for r in update.reports] == [
+        ("r1", {"loss": 1.0}),
+        ("r2", {"loss": 2.0}),
+    ]

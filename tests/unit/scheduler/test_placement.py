@@ -157,6 +157,14 @@ def test_job_that_may_not_wait_is_refused_with_the_numbers_that_others_wait_with
     assert nodes(world, "b") == {"r0", "t0"}
 
 
+def test_placement_names_the_limit_on_jobs_only_if_it_applies_to_the_job() -> None:
+    """`pack` lets any number of best-effort jobs of unknown cycle share nodes."""
+    world = world_of(policy="pack")
+    placements = [status(submit(world, name)).placement for name in "abcdefg"]
+    assert "as job 7; its nodes are in use" in placements[-1]
+    assert not [text for text in placements if "at most" in text]
+
+
 def test_refused_job_tells_how_much_it_lacks() -> None:
     world = world_of(policy="isolated")
     submit(world, "a")
