@@ -60,7 +60,8 @@ SUBJECTS := $(SERVICES) backends cli client common loadtest simulator weights re
 # the end no process waits for the one that has the longest; they wait for timers now and then, which
 # is why there are more processes than cores.
 PYTEST = $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --hypothesis-profile=same \
-	-m "not slow and not vllm and not megatron and not sdks"
+	-m "$(LENGTH) and not slow and not vllm and not megatron and not sdks"
+LENGTH := not long
 
 # Of the backends with environments of their own: while the ranks of one test wait for one another,
 # another test goes on.
@@ -73,7 +74,7 @@ export OMP_NUM_THREADS = 1
 # Where it is set, each of the processes that a test starts would compile all our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-kvikio test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-spatial bench-tails bench-scale bench-servers loadtest chaos hostile powercuts console gpu-check simulate clean
+.PHONY: help demo demo-real up test $(SUBJECTS:%=test-%) test-long test-slow test-vllm test-megatron test-kvikio test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-spatial bench-tails bench-scale bench-servers loadtest chaos hostile powercuts console gpu-check simulate clean
 
 ## help: say what there is to make; also where nothing is named
 help:
@@ -97,11 +98,16 @@ up: $(VENV)/.demo
 ## test: everything that takes minutes at most; ARGS goes to pytest, `ARGS="-n 0"` for one at a time
 test: $(VENV)/.test
 	$(PYTEST) $(ARGS)
-	@echo "without the backends vllm and megatron, in environments of their own: make test-vllm test-megatron test-kvikio"
+	@echo "also: make test-long, and in environments of their own: make test-vllm test-megatron test-kvikio"
 
 ## test-SUBJECT: the tests of one: see SUBJECTS
 $(SUBJECTS:%=test-%): test-%: $(VENV)/.test
 	$(PYTEST) $(TESTS_$*) $(ARGS)
+
+## test-long: whole clusters, every paper and every architecture; takes minutes, too
+test-long: LENGTH := long
+test-long: $(VENV)/.test
+	$(PYTEST) $(ARGS)
 
 ## test-slow: what takes longer, then every property test with ten times its examples
 test-slow: $(VENV)/.test

@@ -31,6 +31,8 @@ from phaseloom.common.transport.logmark import read_mark
 from phaseloom.common.transport.natsserver import EmbeddedServer
 from tests.support.jobs import TASKS, TENANT, Reports, oracle, short
 
+pytestmark = pytest.mark.long
+
 STEPS = 4
 
 

@@ -38,6 +38,8 @@ from tests.support.containers import (
 from tests.support.jobs import Reports, no_barrier, oracle, short
 from tests.support.processes import free_port
 
+pytestmark = pytest.mark.long
+
 TASK = "chain_sum"
 THREE = "docker-compose.nats3.yml"
 GPU = "docker-compose.gpu.yml"

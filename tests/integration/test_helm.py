@@ -34,7 +34,7 @@ from tests.support.containers import (
 from tests.support.jobs import Reports, no_barrier, oracle, short
 from tests.support.processes import free_port
 
-pytestmark = pytest.mark.skipif(helm.binary() is None, reason="needs helm")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(helm.binary() is None, reason="needs helm")]
 
 Manifest = dict[str, Any]
 TASK = "chain_sum"

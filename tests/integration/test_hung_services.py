@@ -33,7 +33,7 @@ from tests.support.processes import free_port
 from tests.support.refusing import refuse
 from tests.support.warm import program_pid, signal_programs
 
-pytestmark = [pytest.mark.usefixtures("noop_nodes"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("noop_nodes"), pytest.mark.timeout(240)]
 ROOT = Path(__file__).parents[2]
 TENANTS = {"demo": "train", "other": "rollout"}
 """Tenant → the pool of its job, so that no job waits for the other's device."""

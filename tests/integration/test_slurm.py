@@ -15,6 +15,8 @@ import pytest
 from tests.support.containers import ROOT, last_words
 from tests.support.processes import free_port
 
+pytestmark = pytest.mark.long
+
 SCRIPT = ROOT / "deploy/slurm/phaseloom.sbatch"
 NUM_NODES = 2
 SRUN = r"""#!/usr/bin/env bash

@@ -32,6 +32,8 @@ from tests.support.jobs import Log, kill_rank, running_mesh, tenant
 from tests.support.node import sampler_spec
 from tests.support.tinymodel import VOCAB
 
+pytestmark = pytest.mark.long
+
 MAX_TOKENS = 1500
 FOUR = Layout(dp=4)
 MESH = MeshConfig(nodes=[NodeConfig("rollout-0", "rollout", [8 * 2**20] * 4)])

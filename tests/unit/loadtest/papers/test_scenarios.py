@@ -29,6 +29,8 @@ from phaseloom.simulator.comparison.cases import Case, ProgressReporter
 from phaseloom.simulator.comparison.report import Record, Report
 from tests.support.processes import child_pids, until_gone
 
+pytestmark = pytest.mark.long
+
 
 def test_a_scenario_leaves_a_report_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

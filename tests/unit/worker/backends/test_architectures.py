@@ -31,6 +31,8 @@ from tests.support.tinymodel import config
 from tests.unit.worker.backends.models import batch, generate, running, spec, watched
 from tests.unit.worker.backends.test_fsdp import plain_logprobs, plain_loss, tensors
 
+pytestmark = pytest.mark.long
+
 # Windows are shorter than the samples, and layers of both kinds where the architecture has both.
 BOTH = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 CHANGES: dict[str, dict[str, Any]] = {

@@ -29,6 +29,8 @@ from tests.unit.worker.backends.models import batch, running, spec
 from tests.unit.worker.backends.test_architectures import CHANGES, NO_TOKENS
 from tests.unit.worker.backends.test_fsdp import plain_logprobs
 
+pytestmark = pytest.mark.long
+
 Tensors = dict[str, torch.Tensor]
 WEIGHTS = "model.safetensors"
 EMBEDDING = "model.embed_tokens.weight"
