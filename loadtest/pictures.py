@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loadtest.load import LoadReport
-from phaseloom.demo.pictures import COLOURS, DOTS_PER_INCH
+from phaseloom.common.observability.palette import COLOURS
+from phaseloom.demo.pictures import DOTS_PER_INCH
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -208,6 +208,15 @@ async def test_tenants_page_shows_no_buttons_of_an_operator(shown: Shown) -> Non
         assert await tab.page.locator(".actions").count() == 0
 
 
+@pytest.mark.parametrize("address", ["", "?key=wrong"])
+async def test_page_says_that_its_key_is_missing(shown: Shown, address: str) -> None:
+    url = f"http://127.0.0.1:{shown.mesh.config.console_port}/{address}"
+    async with opened(shown.browser, url) as tab:
+        await tab.has("The key is missing or wrong.")
+        await tab.has("phaseloom up")
+        assert not tab.errors
+
+
 async def test_page_goes_on_when_the_mesh_is_restarted(short_dir: Path) -> None:
     config = MeshConfig(console_port=free_port())
     with without_torch():

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from phaseloom.simulator.comparison.pictures import COLOURS, legend
+from phaseloom.common.observability.palette import COLOURS
+from phaseloom.simulator.comparison.pictures import legend
 from phaseloom.simulator.metering import Span
 
 if TYPE_CHECKING:

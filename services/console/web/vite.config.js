@@ -7,6 +7,7 @@ import { defineConfig } from "vite";
 
 const OUT = "../phaseloom/console/static";
 const SOURCES = ["index.html", "package-lock.json", "package.json", "tsconfig.json", "vite.config.js"];
+const PALETTE = "../../../libs/common/phaseloom/common/observability/palette.json";
 
 function sourcesHash() {
   const own = readdirSync("src").map((name) => join("src", name));
@@ -14,7 +15,7 @@ function sourcesHash() {
   for (const name of [...SOURCES, ...own].sort()) {
     hash.update(`${name}\n`).update(readFileSync(name));
   }
-  return hash.digest("hex");
+  return hash.update(readFileSync(PALETTE)).digest("hex");
 }
 
 export default defineConfig({

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import re
+from importlib.resources import files
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,8 @@ def test_page_is_built_from_the_sources_that_are_there() -> None:
     found = hashlib.sha256()
     for name in sorted(names):
         found.update(f"{name}\n".encode() + (WEB / name).read_bytes())
+    palette = files("phaseloom.common.observability") / "palette.json"
+    found.update(palette.read_bytes())
     assert page.asset("sources.sha256").decode().strip() == found.hexdigest()
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from phaseloom.common.observability.palette import COLOURS, job_colours
 from phaseloom.demo.pictures import (
     Panel,
     draw_rewards,
@@ -29,6 +30,11 @@ def test_smoothed_is_a_mean_over_what_came_before() -> None:
 def test_window_lies_in_the_middle_of_the_time_in_which_both_jobs_train() -> None:
     # a trains from 100 to 119, b from 100 to 125: both until 119; three steps would be longer.
     assert steady_window(Panel("", read_log(shared().recorded()), RESULTS)) == (100.0, 119.0)
+
+
+def test_jobs_have_the_colours_that_the_page_gives_them() -> None:
+    """The page numbers jobs by their names (`Model.take`)."""
+    assert job_colours(["b", "a"]) == {"a": COLOURS[0], "b": COLOURS[1]}
 
 
 def test_lightened_reaches_white() -> None:

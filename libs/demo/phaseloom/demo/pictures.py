@@ -1,7 +1,6 @@
 """The two pictures of a run: the use of the devices over time, and the rewards.
 
 matplotlib is imported when a picture is drawn, with the Agg canvas: no display, no global state.
-Colours are those of the Okabe-Ito palette, which colour-blind readers can tell apart too.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phaseloom.common.observability.intervals import Interval, intersect, merge, total
+from phaseloom.common.observability.palette import SHADES, job_colours
 from phaseloom.demo.report import (
     Execution,
     JobResult,
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 Colour = tuple[float, float, float]
 """RGB, 0 to 1."""
 
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 SWITCH_COLOUR = "#222222"
 IDLE_COLOUR = "#EEEEEE"
 DOTS_PER_INCH = 150
@@ -46,15 +45,6 @@ SHORT = {
     "publish_weights": "publish",
     "sync_weights": "sync",
 }
-LIGHTNESS = {
-    "generate": 0.0,
-    "forward": 0.35,
-    "forward_backward": 0.0,
-    "optim_step": 0.35,
-    "publish_weights": 0.6,
-    "sync_weights": 0.6,
-}
-"""Operation kind → how much its colour is lightened, from 0 (not at all) to 1 (white)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +104,6 @@ def headline(summary: Summary) -> str:
     )
 
 
-def job_colours(jobs: Sequence[str]) -> dict[str, str]:
-    return {job: COLOURS[i % len(COLOURS)] for i, job in enumerate(jobs)}
-
-
 def steady_window(panel: Panel) -> Interval:
     """Return a window of a few steps in the middle of the time in which all jobs ran GRPO."""
     windows = [window_of(grpo_executions(panel.log, r)) for r in panel.results]
@@ -170,7 +156,7 @@ def _overlaps(interval: Interval, window: Interval) -> bool:
 
 def colour_of(execution: Execution, colours: dict[str, str]) -> Colour:
     """Return the job's colour, lighter for the smaller operations of a phase."""
-    return lightened(colours[execution.key.job], LIGHTNESS.get(execution.kind, 0.0))
+    return lightened(colours[execution.key.job], SHADES.get(execution.kind, 0.0))
 
 
 def _bar(ax: Axes, row: int, interval: Interval, window: Interval, colour: str | Colour) -> None:
@@ -202,7 +188,7 @@ def _draw_labels(
             ha="center",
             va="center",
             fontsize=8,
-            color="black" if LIGHTNESS.get(kind, 0.0) else "white",
+            color="black" if SHADES.get(kind, 0.0) else "white",
             # The label has its own background, so that lines between operations do not cross it.
             bbox={"facecolor": colour_of(run[0], colours), "edgecolor": "none", "pad": 1.0},
         )

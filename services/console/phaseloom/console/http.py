@@ -127,7 +127,10 @@ async def _index(request: web.Request) -> web.StreamResponse:
         return _file(request, page.PAGE)
     keys = request.app[KEYS]
     if keys.caller(key) is None:
-        raise Unauthorized
+        if "text/html" not in request.headers.get("Accept", ""):
+            raise Unauthorized
+        # The page says that the key is wrong, and where the right one is.
+        return _file(request, page.PAGE, status=401)
     answer = web.Response(status=303, headers={"Location": "/"})
     answer.set_cookie(keys.cookie, key, httponly=True, samesite="Strict", path="/")
     return answer
@@ -141,12 +144,14 @@ async def _static(request: web.Request) -> web.StreamResponse:
     return _file(request, name)
 
 
-def _file(request: web.Request, name: str) -> web.Response:
+def _file(request: web.Request, name: str, status: int = 200) -> web.Response:
     headers = {"Cache-Control": "no-cache"}
     body = page.asset(name)
     if "gzip" in request.headers.get("Accept-Encoding", ""):
         body, headers = page.compressed(name), {**headers, "Content-Encoding": "gzip"}
-    return web.Response(body=body, content_type=page.TYPES[name], charset="utf-8", headers=headers)
+    return web.Response(
+        body=body, status=status, content_type=page.TYPES[name], charset="utf-8", headers=headers
+    )
 
 
 # --- what there is to see -------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 // The state that all parts of the page share, and the hooks by which they follow it.
 
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useState } from "preact/hooks";
 import { themeOf, type Theme } from "./colours";
 import type { Live } from "./live";
 import type { Model } from "./model";
@@ -73,7 +73,8 @@ function stored(): string | null {
 /** Render again whenever the app says that something changed. */
 export function useApp(app: App): void {
   const [, set] = useState(0);
-  useEffect(() => app.listen(() => set((n) => n + 1)), [app]);
+  // Before anything else can happen: a change that nobody listens to yet would never be shown.
+  useLayoutEffect(() => app.listen(() => set((n) => n + 1)), [app]);
 }
 
 /** Render again at a pace. */

@@ -1,22 +1,10 @@
 // The colours of the page, light and dark: each job has one, paler for the smaller kinds of operations.
 
+import palette from "../../../../libs/common/phaseloom/common/observability/palette.json";
+
 export type Rgb = readonly [number, number, number];
 
-/** After Okabe and Ito, which colour-blind readers can tell apart too. */
-const ON_LIGHT = ["#0072b2", "#d98200", "#009e73", "#c2609b", "#7a5fd0", "#d55e00", "#3b9ccb", "#8a8a00"];
-const ON_DARK = ["#4aa3e0", "#f0a92e", "#2fbf93", "#e08abf", "#a58cf0", "#f27a3d", "#74c7ec", "#c9c94a"];
-
-/** The share of the ground in the colour of each kind of operation. */
-const SHADES: Record<string, number> = {
-  generate: 0,
-  forward: 0.38,
-  forward_backward: 0,
-  optim_step: 0.38,
-  publish_weights: 0.62,
-  sync_weights: 0.62,
-  save_state: 0.62,
-  load_state: 0.62,
-};
+/** The share of the ground in the colour of a kind of operation that the palette does not name. */
 const OTHER_SHADE = 0.2;
 
 export const SHORT: Record<string, string> = {
@@ -82,12 +70,12 @@ export function mixed(one: Rgb, other: Rgb, share: number): Rgb {
 }
 
 export function jobColour(job: number, isDark: boolean): Rgb {
-  const colours = isDark ? ON_DARK : ON_LIGHT;
+  const colours = isDark ? palette.dark : palette.light;
   return rgb(colours[job % colours.length]!);
 }
 
 export function kindShade(kind: string): number {
-  return SHADES[kind] ?? OTHER_SHADE;
+  return (palette.shades as Record<string, number>)[kind] ?? OTHER_SHADE;
 }
 
 /** Whether dark text reads better on a colour. */

@@ -77,7 +77,9 @@ function Refused() {
     <main class="refused">
       <h1><Logo /> Phaseloom</h1>
       <p>
-        This page needs a key. Open the address that <code>phaseloom up</code> has printed: the key is in it.
+        The key is missing or wrong. Open the address that <code>phaseloom up</code> has printed: the key is in
+        it. <code>phaseloom env --json</code> prints the address again, in the directory of the mesh. On a mesh
+        that was started by hand, add <code>?key=…</code> with a key of <code>console.env</code>.
       </p>
     </main>
   );

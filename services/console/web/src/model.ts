@@ -204,10 +204,10 @@ export class Model {
     this.cursor = update.cursor;
     this.clockAheadS = update.now_s - Date.now() / 1000;
     if (update.nodes) this.takeNodes(update.nodes);
-    if (update.jobs) {
-      this.jobRows = update.jobs;
-      for (const row of update.jobs) this.jobNumber(row.job);
-    }
+    if (update.jobs) this.jobRows = update.jobs;
+    // Numbers, and so colours, follow the names: as after a reload, and as in the pictures of a run.
+    const jobs = [...(update.jobs ?? []).map((row) => row.job), ...(update.deployments ?? []).map(jobOf)];
+    for (const job of jobs.sort()) this.jobNumber(job);
     const deployments = (update.deployments ?? []).map((name) => this.deploymentNumber(name));
     const kinds = (update.kinds ?? []).map((name) => numberOf(this.kindNumbers, this.kinds, name));
     const devices = (update.devices ?? []).map((name) => this.deviceNumber(name));
@@ -402,7 +402,7 @@ export class Model {
     let number = this.deploymentNumbers.get(name);
     if (number === undefined) {
       number = numberOf(this.deploymentNumbers, this.deployments, name);
-      this.jobOf[number] = this.jobNumber(name.split(".").slice(0, 2).join("."));
+      this.jobOf[number] = this.jobNumber(jobOf(name));
     }
     return number;
   }
@@ -472,6 +472,10 @@ export interface Recent {
   stalledS: number;
   /** Device-seconds that it would have held for the same work, had it had its devices alone. */
   aloneS: number;
+}
+
+function jobOf(deployment: string): string {
+  return deployment.split(".").slice(0, 2).join(".");
 }
 
 function numberOf(numbers: Map<string, number>, names: string[], name: string): number {

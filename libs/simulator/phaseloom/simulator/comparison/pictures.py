@@ -1,7 +1,4 @@
-"""Pictures of a comparison. Drawing one imports matplotlib with the Agg canvas.
-
-Colours are those of the Okabe-Ito palette, which colour-blind readers can tell apart too.
-"""
+"""Pictures of a comparison. Drawing one imports matplotlib with the Agg canvas."""
 
 from __future__ import annotations
 
@@ -11,22 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.observability.palette import COLOURS
 from phaseloom.simulator.comparison.report import Record, groups_of, values
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-    "#F0E442",
-    "#999999",
-    "#000000",
-)
 DOTS_PER_INCH = 130
 
 
