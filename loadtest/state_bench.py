@@ -35,10 +35,10 @@ from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_agent import DiskMethod
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
+from phaseloom.common.tensors.blockfile import DEPTH
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, digest_of
 from phaseloom.common.tensors.hugepages import make_huge, map_file
 from phaseloom.common.transport.certificates import directory_of
-from phaseloom.statemgr.disk.disk import DEPTH
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 from phaseloom.statemgr.node.extents import Extent
 from phaseloom.statemgr.records.seals import seal_header

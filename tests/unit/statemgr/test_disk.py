@@ -22,12 +22,9 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_agent import DiskMethod
 from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.blockfile import PAGE_BYTES, BlockFile, DirectFile, KvikioFile
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, digest_of
 from phaseloom.statemgr.disk.disk import (
-    PAGE_BYTES,
-    BlockFile,
-    DirectFile,
-    KvikioFile,
     MemoryFile,
     probe,
     read_block,
@@ -327,10 +324,10 @@ def test_file_that_cannot_grow_says_that_the_disk_is_full(
 
 FILL = """
 import errno, mmap, pathlib, resource, signal, sys
-from phaseloom.statemgr.disk import disk
+from phaseloom.common.tensors import blockfile
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
-file = getattr(disk, sys.argv[1])(pathlib.Path(sys.argv[2]), writable=True)
+file = getattr(blockfile, sys.argv[1])(pathlib.Path(sys.argv[2]), writable=True)
 try:
     file.write(memoryview(mmap.mmap(-1, 2**22)), 0)
 except OSError as error:

@@ -19,9 +19,9 @@ from phaseloom.common.contract.specs import Durability
 from phaseloom.common.contract.state_agent import Prefetch, PrepareSeal, RegisterWpg, WriteSeal
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.contract.state_rank import RegisterHeap
+from phaseloom.common.tensors.blockfile import Cancelled
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.statemgr.disk.disk import Cancelled
 from phaseloom.statemgr.disk.files import NEVER, StateDirectory, find_parts
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.records.incarnations import Rank, State, Wpg

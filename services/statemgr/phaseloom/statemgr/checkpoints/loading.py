@@ -39,6 +39,7 @@ from phaseloom.common.tensors.adapterfiles import (
     AdapterConfig,
     adapted_layers,
 )
+from phaseloom.common.tensors.blockfile import BlockFile, threads
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.modelfiles import model_weights, weight_files
 from phaseloom.common.tensors.safetensors import (
@@ -67,7 +68,7 @@ from phaseloom.statemgr.checkpoints.shards import (
     sums_of,
 )
 from phaseloom.statemgr.checkpoints.staging import Staging
-from phaseloom.statemgr.disk.disk import BlockFile, Disk, threads
+from phaseloom.statemgr.disk.disk import Disk
 from phaseloom.statemgr.node.extents import HostMemory
 from phaseloom.statemgr.node.ranks import Ranks
 from phaseloom.statemgr.records.incarnations import Rank, State, Wpg

@@ -32,6 +32,7 @@ from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.specs import ModelDirectory
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.adapterfiles import ADAPTER_CONFIG_FILE, ADAPTER_STEM
+from phaseloom.common.tensors.blockfile import BlockFile, Cancelled
 from phaseloom.common.tensors.modelfiles import CONFIG_FILE, MODEL_STEM, is_companion
 from phaseloom.common.tensors.safetensors import (
     Index,
@@ -44,7 +45,7 @@ from phaseloom.common.tensors.safetensors import (
 from phaseloom.statemgr.checkpoints.assembly import WholeTensor, assemble
 from phaseloom.statemgr.checkpoints.files import write_synced, writing
 from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, FileSums
-from phaseloom.statemgr.disk.disk import BlockFile, Cancelled, Disk
+from phaseloom.statemgr.disk.disk import Disk
 from phaseloom.statemgr.disk.files import sync_directory
 
 MODEL, ADAPTER, TRAINING = MODEL_STEM, ADAPTER_STEM, "training"

@@ -21,11 +21,10 @@ from pathlib import Path
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_key
 from phaseloom.common.contract.state_agent import DiskMethod
+from phaseloom.common.tensors.blockfile import FULL, BlockFile
 from phaseloom.common.tensors.versionparts import check_part
 from phaseloom.statemgr.disk.disk import (
-    FULL,
     PROBE_PREFIX,
-    BlockFile,
     Disk,
     read_block,
     read_part,

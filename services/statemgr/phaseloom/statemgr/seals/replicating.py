@@ -33,8 +33,9 @@ from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, 
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_key
 from phaseloom.common.contract.state_agent import FetchState, WriteSeal
 from phaseloom.common.contract.state_layout import Slice
+from phaseloom.common.tensors.blockfile import PAGE_BYTES
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum
-from phaseloom.statemgr.disk.disk import PAGE_BYTES, MemoryFile, read_block
+from phaseloom.statemgr.disk.disk import MemoryFile, read_block
 from phaseloom.statemgr.disk.files import Draft, StateDirectory, find_parts, header_of
 from phaseloom.statemgr.disk.statefile import encode_header
 from phaseloom.statemgr.node.stores import HostSealStore
