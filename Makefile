@@ -125,11 +125,11 @@ test-megatron: $(VENV)/.test $(MEGATRON_VENV)/.test
 	$(MEGATRON_VENV)/bin/pytest $(IN_PAIRS) -m megatron tests/unit/worker/backends/megatron $(ARGS)
 	$(BIN)/pytest $(IN_PAIRS) -m megatron $$(grep -rl 'mark\.megatron' tests/integration) $(ARGS)
 
-## test-kvikio: the state manager on kvikio instead of direct I/O, in the environment that this makes:
+## test-kvikio: state managers and ranks on kvikio instead of direct I/O, in the environment that this makes:
 ##   .venv-kvikio
 test-kvikio: $(KVIKIO_VENV)/.test
 	PHASELOOM_STATEMGR_DISK_METHOD=kvikio $(WITH_KVIKIO)/python -m $(notdir $(PYTEST)) \
-		$(TESTS_statemgr) $(ARGS)
+		$(TESTS_statemgr) tests/unit/worker/state $(ARGS)
 
 ## test-sdks: programs that others wrote, on the gateway's APIs, in environments that this makes
 test-sdks: $(VENV)/.test $(OLD_SDK_VENV)/.test $(COOKBOOK_VENV)/.test $(TRL_VENV)/.test

@@ -147,9 +147,9 @@ async def test_state_goes_to_nvme_and_back_as_one(short_dir: Path) -> None:
         rank = await learner(d)
         await d.agent.switch_in(POLICY, 1, 1, [])
         state = rank.step(1)
-        # What is in use stays: there is no room for another one.
+        # What is in use stays: there is no room for more.
         with pytest.raises(ResourceError, match="nothing more can go to NVMe"):
-            await start(d, OTHER, 2 * MiB)
+            await rank.client.loans.borrow(2 * MiB, "other weights")
         await d.agent.switch_out(POLICY, 1, 1)
         other = await start(d, OTHER, 2 * MiB, incarnation=2)
         described = {s.deployment: s for s in (await d.agent.status()).deployments}[POLICY]

@@ -153,7 +153,7 @@ async def test_what_is_active_or_being_sealed_stays_and_the_refusal_has_the_numb
         await d.agent.switch_in(POLICY, 1, 2, [])
         content = active.run(2)
         with pytest.raises(ResourceError, match="nothing more can go to NVMe") as caught:
-            await start(d, SAMPLER, SIZE)
+            await active.client.loans.borrow(SIZE, "other weights")
         assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
         assert caught.value.info.details["needed_bytes"] == str(SIZE)
         assert caught.value.info.details["used_bytes"] == str(2 * SIZE)
@@ -183,7 +183,8 @@ async def test_full_tier_below_refuses_with_the_numbers(short_dir: Path) -> None
 async def test_ranks_that_do_not_fit_together_are_refused_when_they_register(
     short_dir: Path,
 ) -> None:
-    async with daemon(short_dir, devices=[SIZE, SIZE], host_bytes=3 * MiB) as d:
+    devices = [SIZE, SIZE]
+    async with daemon(short_dir, devices=devices, host_bytes=3 * MiB, NVME_BYTES="0") as d:
         with pytest.raises(ResourceError, match="nothing more can go to NVMe"):
             await start_ranks(d, POLICY, [SIZE, SIZE])
 
@@ -427,7 +428,7 @@ async def test_version_that_nobody_reads_makes_room_and_comes_back_from_disk(
         await d.agent.switch_in(SAMPLER, 1, 2, [POLICY])
         with pytest.raises(ResourceError, match="nothing more can go to NVMe") as caught:
             # Both have what they need, and the version would be a third.
-            await start(d, OTHER, 3 * SIZE)
+            await sampler.client.loans.borrow(3 * SIZE, "other weights")
         assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
         assert await load_version(sampler.client, version, [], sampler.slots) == published
         assert (await d.agent.status()).host_used_bytes <= 5 * MiB

@@ -22,6 +22,7 @@ from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.blockfile import Cancelled
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.statemgr.disk.disk import BlockOf
 from phaseloom.statemgr.disk.files import NEVER, StateDirectory, find_parts
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.records.incarnations import Rank, State, Wpg
@@ -61,7 +62,7 @@ class GatedDirectory(StateDirectory):
         self,
         path: Path,
         header: StateHeader,
-        memories: Sequence[memoryview],
+        memories: Sequence[memoryview | BlockOf],
         cancelled: threading.Event = NEVER,
     ) -> StateHeader:
         self._wait(cancelled)

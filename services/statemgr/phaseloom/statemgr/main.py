@@ -41,6 +41,7 @@ from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.serving import Server
 from phaseloom.statemgr.shell import Parts, StateManager
+from phaseloom.statemgr.tiering.heapfiles import HeapFiles
 from phaseloom.statemgr.tiering.rankmemory import RankMemory
 from phaseloom.statemgr.tiering.sharing import FrozenCopies, Sharing
 from phaseloom.statemgr.tiering.switching import Switcher
@@ -276,12 +277,16 @@ def wire(
         *(ledger, memory, node.copies, moves, ranks, residency, digests),
         nvme_budget_bytes=nvme_budget_bytes,
     )
-    frozen = FrozenCopies(records, memory, node.copies, ranks, tiering.reserve_frozen)
+    heap_files = HeapFiles(ledger, residency, memory, node.copies, ranks, tiering)
+    frozen = FrozenCopies(records, memory, node.copies, ranks, tiering.reserve_frozen, heap_files)
     suspects = Suspects(records, node.versions, ranks, directory)
     fetcher = VersionFetcher(node.versions, suspects, tiering, directory, home)
     weights = Weights(ledger, records, node.versions, moves, fetcher)
     stores = node.copies, frozen, node.seals
-    sealer = Sealer(ledger, records, memory, ranks, tiering, *stores, verify_version=weights.verify)
+    sealing = *stores, heap_files
+    sealer = Sealer(
+        ledger, records, memory, ranks, tiering, *sealing, verify_version=weights.verify
+    )
     replicator = Replicator(records, node.seals, directory, sealer, weights, home)
     staging = Staging(
         *(ledger, records, memory, ranks, tiering, node.copies, frozen, node.background)
@@ -297,10 +302,12 @@ def wire(
         tiering=tiering,
         frozen=frozen,
         switcher=Switcher(
-            *(ledger, residency, ranks, tiering, frozen, digests, node.device_copies, node.copies)
+            *(ledger, residency, ranks, tiering, frozen, heap_files, digests),
+            *(node.device_copies, node.copies),
         ),
         rank_memory=RankMemory(
-            *(ledger, records, memory, node.copies, ranks, tiering), restore=replicator.restore
+            *(ledger, records, memory, node.copies, ranks, tiering, heap_files),
+            restore=replicator.restore,
         ),
         publishing=Publishing(records.layouts, memory, node.versions, tiering, fetcher),
         weights=weights,

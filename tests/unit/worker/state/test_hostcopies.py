@@ -30,7 +30,7 @@ def copies() -> HeapCopier:
 
 
 def load(copies: HeapCopier, contents: list[bytes], digest: str) -> bytes:
-    copies.copy_frozen(CopyIn(digest), [memfd(content) for content in contents])
+    copies.copy(CopyIn(digest), [memfd(content) for content in contents])
     assert isinstance(copies.heap, Heap)
     return bytes(copies.heap.buffer)
 

@@ -43,6 +43,8 @@ class RankResume(Message, frozen=True):
     digest: str
     """Digest of the host copy if the heap is not resident; empty: the rank does not know it."""
     host_bytes: int = 0
+    in_extent: bool = False
+    """Whether the extent is the memory of the heap now (`RegisterHeap.emulated`)."""
 
 
 class RegisterHeap(Message, frozen=True):
@@ -88,12 +90,17 @@ class HeapRegistered(Message, frozen=True):
     applied: int
     """The seq of the state in the extent. 0: it has none, so the rank fills its heap and sends
     `CommitInitial`."""
+    has_memory: bool = True
+    """Whether host memory has room for the extent. If not, the rank keeps its initial state in the
+    heap, and a frozen rank gets no extent. Upon `CommitInitial` the state manager orders the rank
+    to write the heap to a file (`CopyOut.file`)."""
 
 
 class CommitInitial(Message, frozen=True):
-    """The rank has copied its initial state to the extent. Answer: Done."""
+    """The rank has copied its initial state to the extent, or has it in its heap. Answer: Done."""
 
     digest: str
+    """Of the extent; empty: the extent has no memory (`HeapRegistered.has_memory`)."""
     applied: int = 0
     """The seq of the state: that of the checkpoint that filled the extent, or 0."""
 
@@ -436,19 +443,32 @@ class VersionLayout(Message, frozen=True):
     """`TensorTable.packed`."""
 
 
+class FileSection(Message, frozen=True):
+    """Where the bytes of a heap are in a state file, whose descriptor is attached to the order."""
+
+    offset: int
+    method: state_agent.DiskMethod
+    """How the rank moves the bytes. If this does not work there, it uses a simpler method."""
+    checksums: bytes = b""
+    """The xxh3-64 of each block of 8 MiB, 8 bytes each. Empty if the rank writes the section: it
+    returns them."""
+
+
 class CopyOut(Message, frozen=True):
     """Copy the whole heap to the extent and, with `release`, release its device memory. Answer:
     Copied.
 
-    For a frozen heap, the first order has no extent and only finds out whether anything must be
-    copied.
+    With `whole_at` nothing is copied. The rank only says whether its heap has changed since then,
+    and releases its memory if it has not and `release` is set.
     """
 
     release: bool
     whole_at: int = -1
-    """The seq of the state in the host copy; −1: there is none, or the heap is not frozen."""
+    """The seq of the state in the host copy; −1: copy the heap."""
     digest: str = ""
     """Digest of the host copy of `whole_at`."""
+    file: FileSection | None = None
+    """Copy the heap to this file instead, because host memory has no room."""
 
 
 class Unpin(Message, frozen=True):
@@ -477,6 +497,8 @@ class CopyIn(Message, frozen=True):
     version: VersionLayout | None = None
     """The layout of the extent, if that is the memory of a weights version in another layout than
     the heap. The rank places the tensors as its `sync_weights` did."""
+    file: FileSection | None = None
+    """Copy from this file instead, because host memory has no room."""
 
 
 class StageState(Message, frozen=True):
@@ -514,6 +536,8 @@ class Copied(Message, frozen=True):
     duration_s: float
     changed: bool = False
     """Whether the heap is newer than `CopyOut.whole_at`, so that nothing was copied or released."""
+    checksums: bytes = b""
+    """The checksums of the blocks that were written to `CopyOut.file`."""
 
 
 class Done(Message, frozen=True):

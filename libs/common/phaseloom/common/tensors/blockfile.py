@@ -41,6 +41,23 @@ Move = Callable[[int, list[memoryview], int], int]
 """The type of `os.preadv` and `os.pwritev`."""
 
 
+class DeviceBytes:
+    """Device memory as other libraries accept it. Its owner keeps it valid."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+    def __len__(self) -> int:
+        return self._num_bytes
+
+
 class BlockFile:
     """A file that is accessed through the page cache. Every method raises OSError."""
 
@@ -131,7 +148,8 @@ class DirectFile(BlockFile):
 
 
 class KvikioFile(BlockFile):
-    """A file that NVIDIA's kvikio moves, past the page cache where it can.
+    """A file that NVIDIA's kvikio moves, past the page cache where it can. It also moves device
+    memory.
 
     kvikio needs `libcuda.so.1` even for host memory. It reports every failure as a RuntimeError,
     a full disk too.
@@ -148,11 +166,11 @@ class KvikioFile(BlockFile):
             super().close()
             raise
 
-    def write(self, block: memoryview, offset: int) -> None:
+    def write(self, block: memoryview | DeviceBytes, offset: int) -> None:
         with self._as_os_errors():
             self._handle.write(block, len(block), offset)
 
-    def read(self, block: memoryview, offset: int) -> int:
+    def read(self, block: memoryview | DeviceBytes, offset: int) -> int:
         # kvikio fails at the end of the file, whatever it has read before it.
         num_bytes = min(len(block), max(os.fstat(self._fd).st_size - offset, 0))
         with self._as_os_errors():

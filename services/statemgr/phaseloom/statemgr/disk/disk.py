@@ -19,7 +19,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -133,11 +133,15 @@ class Disk:
         return self._open(path, writable=False)
 
 
+BlockOf = Callable[[int, int], memoryview]
+"""Returns the block of a section from one offset to another, which is in another file."""
+
+
 def write_state(
     file: Writable,
     name: str,
     header: StateHeader,
-    memories: Sequence[memoryview],
+    memories: Sequence[memoryview | BlockOf],
     cancelled: threading.Event,
 ) -> StateHeader:
     """Write every section of a state file, then its header.
@@ -152,22 +156,33 @@ def write_state(
         for index, (at, memory) in enumerate(zip(offsets, memories, strict=True))
     ]
     written = header.with_blocks(BLOCK_BYTES, blocks)
-    start = encode_header(written)
-    assert len(start) == offsets[0]
-    file.write(memoryview(bytearray(start)), 0)
+    write_header(file, written, offsets)
     return written
 
 
+def write_header(file: Writable, header: StateHeader, offsets: list[int]) -> None:
+    """Write the header of a file whose sections, at these offsets, are complete."""
+    start = encode_header(header)
+    assert len(start) == offsets[0]
+    file.write(memoryview(bytearray(start)), 0)
+
+
 def _write_part(
-    file: Writable, place: SectionRef, memory: memoryview, cancelled: threading.Event
+    file: Writable, place: SectionRef, memory: memoryview | BlockOf, cancelled: threading.Event
 ) -> bytes:
     part = place.part
 
     def take(start: int, end: int) -> bytes:
-        return checksum(memory[start:end])
+        if isinstance(memory, memoryview):
+            return checksum(memory[start:end])
+        # Written here, so that no blocks wait in memory.
+        block = memory(start, end)
+        file.write(block, place.offset + start)
+        return checksum(block)
 
     def put(start: int, end: int, block_checksum: bytes) -> bytes:
-        file.write(memory[start:end], place.offset + start)
+        if isinstance(memory, memoryview):
+            file.write(memory[start:end], place.offset + start)
         return block_checksum
 
     checking, moving = (NUM_CHECKING, take), (DEPTH, put)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ from phaseloom.common.tensors.blockfile import FULL, BlockFile
 from phaseloom.common.tensors.versionparts import check_part
 from phaseloom.statemgr.disk.disk import (
     PROBE_PREFIX,
+    BlockOf,
     Disk,
     read_block,
     read_part,
@@ -113,13 +115,13 @@ class StateDirectory:
         self,
         path: Path,
         header: StateHeader,
-        memories: Sequence[memoryview],
+        memories: Sequence[memoryview | BlockOf],
         cancelled: threading.Event = NEVER,
     ) -> StateHeader:
         """Write a file, whole and fsynced.
 
         Args:    header: if it has a digest for a part, the part's memory must match it.
-                 memories: the memory of each of the header's parts.
+                 memories: the memory of each of the header's parts, or its blocks in another file.
         Returns: the header as written, with the digests of the written memory.
         Raises:  ResourceError: RESOURCE_EXHAUSTED: the disk is full; DATA_LOSS: the memory does not
                  match the header's digest; UNAVAILABLE: the disk fails otherwise; ABORTED:
@@ -143,6 +145,16 @@ class StateDirectory:
         """
         with self._opened(place) as file:
             read_part(file, place, memory, cancelled)
+
+    def blocks_of(self, place: SectionRef) -> BlockOf:
+        """The verified blocks of a part of a file, for `write`."""
+
+        def block(start: int, end: int) -> memoryview:
+            memory = memoryview(mmap.mmap(-1, end - start))
+            self.read_block(place, start // place.header.block_bytes, memory)
+            return memory
+
+        return block
 
     def read_block(self, place: SectionRef, block: int, memory: memoryview) -> int:
         """Fill the beginning of `memory` with one verified block of a part.
@@ -203,6 +215,11 @@ class Draft:
         except ResourceError:
             self.abandon()
             raise
+
+    def duplicate(self) -> int:
+        """A descriptor of the file, for a process that fills a part. The caller closes it."""
+        with self._typed():
+            return os.open(self._partial, os.O_RDWR | os.O_CLOEXEC)
 
     def write(self, block: memoryview, offset: int) -> None:
         assert self._file is not None

@@ -164,7 +164,8 @@ class Handover:
 
     def _restore_rank(self, rank: Rank, entry: RankEntry) -> bool:
         rank.scratch_bytes = entry.scratch_bytes
-        if entry.copy is None and entry.new_extent is None:
+        is_filling = entry.state is State.FILLING
+        if entry.copy is None and entry.new_extent is None and not is_filling:
             return True
         copy = None if entry.copy is None else self._copies.get(entry.copy)
         if copy is None and entry.copy is not None:
@@ -306,8 +307,11 @@ class Handover:
             return
         for rank in wpg.ranks:
             # Snapshots of host-only state are not kept, and the rank may have changed that state.
-            is_known = rank.is_dirty or rank.frozen or rank.snapshot is not None
-            is_kept = is_known or await has_digest(self.copies.bytes_for(rank), rank.digest)
+            is_kept = rank.is_dirty or rank.frozen or rank.snapshot is not None
+            if rank.copy is not None and rank.is_below:
+                is_kept = await asyncio.to_thread(self.tiering.is_demoted, rank.copy, rank.digest)
+            elif not is_kept:
+                is_kept = await has_digest(self.copies.bytes_for(rank), rank.digest)
             if rank.host_bytes or not is_kept:
                 self.records.residency.end_seal(wpg)
                 return
@@ -333,7 +337,7 @@ class Handover:
         elif not message.filled:
             self.records.residency.resume(rank, State.FILLING)
         elif message.resident:
-            self._occupy(rank)
+            self._settle_above(rank, in_extent=message.in_extent)
             self.records.residency.resume(rank, State.RESIDENT)
         else:
             digest = message.digest or rank.digest
@@ -372,27 +376,21 @@ class Handover:
         memory = self.memory[rank.new_extent]
         return await has_digest(memory.readable(rank.extent_bytes), digest)
 
-    def _occupy(self, rank: Rank) -> None:
-        """Give the host copy of a resident rank its memory again if it was on NVMe.
+    def _settle_above(self, rank: Rank, *, in_extent: bool) -> None:
+        """Record the tier of a resident rank's host copy, which is older than its heap. A copy
+        without host memory has none until the rank leaves the device.
 
-        Raises: ResourceError: there is no memory for it, or part of the state was in memory that
-                was given back. The incarnation ends.
+        Args:   in_extent: as in `RankResume`.
+        Raises: ResourceError: part of the state was in memory that was given back. The incarnation
+                ends.
         """
         copy = rank.copy
         assert copy is not None
-        is_below, copy.state = copy.state in ON_NVME, State.HOST
-        if not is_below or copy.extent is None:
-            return
-        if rank.host_bytes or rank.is_in_extent:
-            # # The extent's memory was given back, and the only copy of part of the state was
-            # there.
+        is_below = copy.state in ON_NVME
+        copy.state = State.DEMOTED if is_below else State.HOST
+        if is_below and (rank.host_bytes or in_extent):
             self._lose(rank.wpg, "part of its state was in memory that was given back")
             raise ResourceError(f"the host memory of {rank} was given back", code=Code.DATA_LOSS)
-        try:
-            self.memory.occupy(copy.extent, f"the host copy of {rank.owner}")
-        except ResourceError:
-            self._lose(rank.wpg, "there is no memory left for its host copy")
-            raise
 
     async def _find_tier(self, rank: Rank, digest: str) -> None:
         """Record the tier that stores the intact host copy of a rank. A kill during a demotion

@@ -201,6 +201,12 @@ class HostMemory:
         self._extents[self._last] = extent
         return self._last
 
+    def reserve_vacated(self, num_bytes: int, label: str) -> int:
+        """Reserve an extent that has no memory until it is occupied."""
+        number = self._create(num_bytes, label)
+        self._extents[number].is_vacated = True
+        return number
+
     def vacate(self, extent: int) -> None:
         """Give back the memory of an extent whose bytes are elsewhere."""
         vacated = self._extents[extent]

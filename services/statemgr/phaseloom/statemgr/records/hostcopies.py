@@ -73,9 +73,8 @@ class HostCopies:
 
         Args: digest: of the state; empty: not known yet.
         """
-        self._last += 1
         copy = HostCopy(
-            self._last,
+            self.next_number(),
             rank.wpg.key,
             rank.extent_bytes,
             extent,
@@ -85,6 +84,18 @@ class HostCopies:
         self._copies[copy.number] = copy
         self.attach(rank, copy)
         return copy
+
+    def next_number(self) -> int:
+        """A number for a host copy that is written before it is added."""
+        self._last += 1
+        return self._last
+
+    def add_below(self, rank: Rank, number: int, digest: str) -> None:
+        """Record the host copy of a frozen rank that was written to NVMe straight."""
+        copy = HostCopy(number, rank.wpg.key, rank.extent_bytes, None, is_frozen=True)
+        copy.digest, copy.state = digest, State.DEMOTED
+        self._copies[number] = copy
+        self.attach(rank, copy)
 
     def add_version(self, rank: Rank, version: Version) -> HostCopy:
         """Make the memory of a version the host copy of a frozen rank; it may be that of others."""
@@ -204,7 +215,9 @@ class HostCopies:
             assert copy.is_frozen or len(copy.users) == 1, f"{copy} is shared, and not frozen"
             assert copy.digest or not copy.is_frozen, f"{copy} is not whole"
             assert not (copy.is_dirty and copy.digest)
-            assert copy.is_whole or copy.state is State.HOST, f"{copy} is {copy.state}"
+            # A copy without memory is not whole before the rank has written its initial state.
+            is_filling = not copy.is_frozen and copy.state is State.DEMOTED
+            assert copy.is_whole or copy.state is State.HOST or is_filling, copy
             assert not (copy.is_dirty and copy.state in ON_NVME)
             is_gone = copy.is_frozen and copy.state is State.DEMOTED
             assert (copy.extent is None) is is_gone, copy

@@ -37,7 +37,8 @@ class State(StrEnum):
     DEMOTING = "demoting"
     """The host copy is in host memory, on its way to NVMe."""
     DEMOTED = "demoted"
-    """The host copy is on NVMe only."""
+    """The host copy is on NVMe only, and older than the heap while its rank is resident. Or the
+    rank has no whole copy yet, and no host memory for one."""
     PROMOTING = "promoting"
     """The host copy is on NVMe, on its way to host memory."""
     LOST = "lost"
@@ -57,6 +58,8 @@ class Step(StrEnum):
     OFFLOAD_FAILED = "offload failed"
     RELEASE_UNVERIFIED = "release unverified"
     """The heap was copied out, but its device memory was not released, so it is loaded again."""
+    OCCUPIED = "occupied"
+    """A copy on NVMe has host memory again, for the heap that will be copied out."""
     DEMOTE_BEGUN = "demote begun"
     DEMOTE_VERIFIED = "demote verified"
     DEMOTE_FAILED = "demote failed"
@@ -75,6 +78,7 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
     (State.OFFLOADING, Step.OFFLOAD_VERIFIED): State.HOST,
     (State.OFFLOADING, Step.OFFLOAD_FAILED): State.RESIDENT,
     (State.OFFLOADING, Step.RELEASE_UNVERIFIED): State.LOADING,
+    (State.DEMOTED, Step.OCCUPIED): State.HOST,
     (State.HOST, Step.DEMOTE_BEGUN): State.DEMOTING,
     (State.DEMOTING, Step.DEMOTE_VERIFIED): State.DEMOTED,
     (State.DEMOTING, Step.DEMOTE_FAILED): State.HOST,

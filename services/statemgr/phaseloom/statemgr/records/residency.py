@@ -300,9 +300,18 @@ class Residency:
         self._check_room(rank.wpg, rank.device, device_bytes, 0)
 
     def register_heap(
-        self, rank: Rank, request: RegisterHeap, table: TensorTable, extent: int
+        self,
+        rank: Rank,
+        request: RegisterHeap,
+        table: TensorTable,
+        extent: int | None,
+        *,
+        has_memory: bool = True,
     ) -> None:
-        """Record the heap of an awaited rank, and the extent that the rank got for it."""
+        """Record the heap of an awaited rank, and the extent that the rank got for it.
+
+        Args: has_memory: whether the extent has memory. A frozen rank has none otherwise.
+        """
         self.step(rank, Step.HEAP_REGISTERED)
         rank.heap_bytes, rank.table = request.heap_bytes, table
         rank.host_bytes, rank.scratch_bytes = request.host_bytes, request.scratch_bytes
@@ -311,7 +320,9 @@ class Residency:
         if rank.frozen:
             rank.new_extent = extent
         else:
-            self.copies.add(rank, extent)
+            assert extent is not None
+            copy = self.copies.add(rank, extent)
+            copy.state = State.HOST if has_memory else State.DEMOTED
 
     def fill(self, rank: Rank, applied: int, digest: str) -> None:
         """Record that the rank's extent holds its whole state: the initial one, or a seal's."""
@@ -392,7 +403,6 @@ class Residency:
         return wpg.on_device
 
     def begin_load(self, rank: Rank) -> None:
-        assert not rank.is_below, f"{rank} is loaded from NVMe"
         if rank.state is State.HOST:
             used_bytes = self.device_used_bytes(rank.device)
             self._check_room(rank.wpg, rank.device, rank.device_bytes, used_bytes)
@@ -415,7 +425,7 @@ class Residency:
         else:
             _check_alive(rank.wpg)
             assert rank.state is State.RESIDENT
-        if not rank.frozen:
+        if not rank.frozen and not rank.is_below:
             assert rank.copy is not None
             rank.copy.overwritten()
 
@@ -573,12 +583,12 @@ class Residency:
         assert (rank.state is State.LOST) == rank.wpg.is_lost, f"{rank.wpg} is lost in part"
         assert (rank.token in self._tokens) == (rank.state is not State.LOST)
         assert rank.state is not State.HOST or rank.is_whole, f"{rank}: no whole host copy"
-        assert rank.frozen or rank.wpg.prepared is None or not rank.is_below
         assert rank.state is not State.OFFLOADING or rank.wpg.prepared is None
         assert rank.snapshot is None or rank.host_bytes or rank.is_in_extent
         assert not rank.loans or rank.state not in {State.AWAITING, State.LOST}
         has_memory = rank.state not in {State.AWAITING, State.LOST}
-        assert not has_memory or rank.has_memory
+        is_straight = rank.frozen and rank.state is State.FILLING
+        assert not has_memory or is_straight or rank.has_memory
         assert rank.frozen or (rank.new_extent is None and rank.held_version is None)
 
     def _enter_epoch(self, wpg: Wpg, epoch: int) -> None:

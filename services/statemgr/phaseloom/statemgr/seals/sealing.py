@@ -16,17 +16,18 @@ from phaseloom.common.contract.specs import Durability
 from phaseloom.common.contract.state_agent import PrepareSeal, Sealed, WriteSeal
 from phaseloom.common.contract.state_layout import host_start
 from phaseloom.common.contract.state_rank import StageState
-from phaseloom.statemgr.disk.disk import MemoryFile, copy, read_part, write_state
+from phaseloom.statemgr.disk.disk import BlockOf, MemoryFile, copy, read_part, write_state
 from phaseloom.statemgr.disk.files import NEVER, find_parts
 from phaseloom.statemgr.disk.statefile import layout_of
 from phaseloom.statemgr.node.extents import HostMemory, joined
 from phaseloom.statemgr.node.ledger import Ledger
 from phaseloom.statemgr.node.ranks import Ranks
 from phaseloom.statemgr.node.stores import HostCopyStore, HostSealStore
-from phaseloom.statemgr.records.incarnations import Rank, State, Wpg
+from phaseloom.statemgr.records.incarnations import Rank, State, Step, Wpg
 from phaseloom.statemgr.records.records import Records
 from phaseloom.statemgr.records.seals import HostSeal, seal_header, section_of, superseded_seals
 from phaseloom.statemgr.records.stateheader import Section, SectionRef, StateHeader
+from phaseloom.statemgr.tiering.heapfiles import HeapFiles
 from phaseloom.statemgr.tiering.sharing import FrozenCopies
 from phaseloom.statemgr.tiering.switching import on_each_device
 from phaseloom.statemgr.tiering.tiering import Tiering
@@ -44,6 +45,7 @@ class Sealer:
     copies: HostCopyStore
     frozen: FrozenCopies
     host_seals: HostSealStore
+    heap_files: HeapFiles
     verify_version: Callable[[VersionKey], Awaitable[None]]
     """Drops the copy of a version here if it is bad; raises PhaseloomError if the version is
     lost."""
@@ -65,7 +67,8 @@ class Sealer:
                 incarnation is stale, or a rank is lost.
         """
         wpg = self.records.residency.current(request.deployment, request.incarnation)
-        async with self.tiering.in_host(wpg), self.ranks.holding(wpg):
+        in_host = self.tiering.in_host(wpg, or_straight=True)
+        async with in_host, self.ranks.holding(wpg):
             if self._find(wpg, request.seq) is not None:
                 return
             if wpg.prepared is not None and wpg.prepared.seq == request.seq:
@@ -85,8 +88,9 @@ class Sealer:
                 raise
 
     async def _copy(self, rank: Rank) -> None:
+        await self.heap_files.choose(rank)
         self.records.residency.begin_copy_out(rank, release=False)
-        if rank.is_in_extent:
+        if rank.is_in_extent and not rank.is_below:
             with self.copies.snapshot_of(rank) as target:
                 copied = await self.ranks.order(rank, StageState(), [target.fd])
         else:
@@ -144,7 +148,8 @@ class Sealer:
         return sealed
 
     async def fill(self, rank: Rank) -> None:
-        """Fill the extent of a registered heap from the seal that its incarnation starts from.
+        """Fill the extent of a registered heap from the seal that its incarnation starts from, or
+        the file of its host copy if the extent has no memory.
 
         Raises: ResourceError: DATA_LOSS, naming the file. CallerError: the seal has another layout.
         """
@@ -156,15 +161,34 @@ class Sealer:
             read: Callable[[SectionRef, memoryview], None] = partial(
                 read_part, image, cancelled=NEVER
             )
+            block_of: Callable[[SectionRef], BlockOf] = partial(self._kept_block, seal)
         else:
             path = self.copies.directory.seal(wpg.key, wpg.seal_seq)
             refs = await asyncio.to_thread(find_parts, path)
             read = self.copies.directory.read
+            block_of = self.copies.directory.blocks_of
         part = section_of(rank, refs[0])
+        if rank.extent is None or rank.is_below:
+            await self._fill_file(rank, part, block_of(refs[rank.index]))
+            return
         assert rank.extent is not None
         memory = self.memory[rank.extent].view(part.num_bytes)
         await asyncio.to_thread(read, refs[rank.index], memory)
         self.copies.fill(rank, wpg.seal_seq, part.digest)
+
+    async def _fill_file(self, rank: Rank, part: Section, block_of: BlockOf) -> None:
+        number, seq = self.heap_files.number_for(rank), rank.wpg.seal_seq
+        self.tiering.check_nvme(rank)
+        section = Section(part.num_bytes, rank.tensors, part.digest)
+        header = StateHeader("copy", rank.wpg.key, seq, [section])
+        path = self.copies.directory.host_copy(number)
+        await asyncio.to_thread(self.copies.directory.write, path, header, [block_of])
+        self.heap_files.settle(rank, number, seq, part.digest)
+        self.records.residency.step(rank, Step.FILLED)
+
+    def _kept_block(self, seal: HostSeal, place: SectionRef) -> BlockOf:
+        image = self.host_seals.bytes_of(seal)[place.offset :]
+        return lambda start, end: image[start:end]
 
     def abandon(self) -> None:
         """Give up prepared seals that are not being written, because the agent that would request
@@ -183,7 +207,7 @@ class Sealer:
 
     async def _write(self, wpg: Wpg, seq: int) -> Sealed:
         path, header = self.copies.directory.seal(wpg.key, seq), _header(wpg, seq)
-        memories = [self._sealed(rank) for rank in wpg.ranks]
+        memories = [await self._sealed(rank) for rank in wpg.ranks]
         written = await asyncio.to_thread(self.copies.directory.write, path, header, memories)
         for rank, part in zip(wpg.ranks, written.parts, strict=True):
             if rank.is_dirty and rank.state is State.HOST:
@@ -195,7 +219,7 @@ class Sealer:
         _, num_bytes = layout_of(header)
         async with self.tiering.reserved(num_bytes, f"seal {seq} of {wpg.key}") as extent:
             seal = HostSeal(wpg.key, seq, extent, num_bytes)
-            memories = [self._sealed(rank) for rank in wpg.ranks]
+            memories = [await self._sealed(rank) for rank in wpg.ranks]
             image = MemoryFile(self.host_seals.bytes_of(seal))
             written = await asyncio.to_thread(
                 write_state, image, seal.name, header, memories, NEVER
@@ -204,7 +228,11 @@ class Sealer:
             self.host_seals.records[wpg.key, seq] = seal
         return Sealed("", written.digest, written.num_bytes)
 
-    def _sealed(self, rank: Rank) -> memoryview:
+    async def _sealed(self, rank: Rank) -> memoryview | BlockOf:
+        if rank.snapshot is None and rank.copy is not None and rank.is_below:
+            # It stays there: nothing is promoted while a seal is prepared.
+            (place,) = await asyncio.to_thread(find_parts, self.copies.file_of(rank.copy))
+            return self.copies.directory.blocks_of(place)
         if rank.snapshot is None:
             return self.copies.bytes_for(rank)
         if rank.is_in_extent:

@@ -3,6 +3,7 @@ memory that it borrows while an operation needs it."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -22,8 +23,13 @@ from phaseloom.statemgr.node.ledger import Ledger
 from phaseloom.statemgr.node.ranks import Ranks
 from phaseloom.statemgr.node.stores import HostCopyStore, pool_of
 from phaseloom.statemgr.records.incarnations import Loan, Rank, State
+from phaseloom.statemgr.records.layouts import rounded
 from phaseloom.statemgr.records.records import Records
+from phaseloom.statemgr.records.ways import Way
+from phaseloom.statemgr.tiering.heapfiles import HeapFiles
 from phaseloom.statemgr.tiering.tiering import Tiering
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -34,6 +40,7 @@ class RankMemory:
     copies: HostCopyStore
     ranks: Ranks
     tiering: Tiering
+    heap_files: HeapFiles
     restore: Callable[[Rank], Awaitable[None]]
     """Fills a registered heap from the seal that its incarnation starts from."""
 
@@ -52,29 +59,45 @@ class RankMemory:
         # The copies of the deployment's other ranks stay: a switch-in needs all of them at once.
         label = f"the host copy of {rank.owner}"
         num_bytes = extent_bytes(request.heap_bytes, request.host_bytes)
-        reserving = self.tiering.reserved(num_bytes, label, may_freeze=request.frozen)
         with self.records.residency.using(rank.wpg):
-            async with reserving as extent:
-                self.records.residency.register_heap(rank, request, table, extent)
-                # A rank whose device pins memory may share a descriptor of device memory later.
-                if rank in self.ranks.connected:
-                    self.ranks.connected[rank].max_fds = int(rank.pins)
+            has_memory = self._way_of(rank, request) is Way.HOST
+            if has_memory:
+                reserving = self.tiering.reserved(num_bytes, label, may_freeze=request.frozen)
+                async with reserving as extent:
+                    self.records.residency.register_heap(rank, request, table, extent)
+            else:
+                log.warning("host memory has no room for %s, so it is copied to NVMe only", label)
+                vacated = None if request.frozen else self.memory.reserve_vacated(num_bytes, label)
+                self.records.residency.register_heap(
+                    rank, request, table, vacated, has_memory=False
+                )
+            # A rank whose device pins memory may share a descriptor of device memory later.
+            if rank in self.ranks.connected:
+                self.ranks.connected[rank].max_fds = int(rank.pins)
         if rank.wpg.seal_seq:
             await self.restore(rank)
         rank.wpg.check_alive()
         if rank.extent is None:
-            return HeapRegistered(rank.applied), []
-        return HeapRegistered(rank.applied), [self.memory[rank.extent].fd]
+            return HeapRegistered(rank.applied, has_memory), []
+        return HeapRegistered(rank.applied, has_memory), [self.memory[rank.extent].fd]
+
+    def _way_of(self, rank: Rank, request: RegisterHeap) -> Way:
+        num_bytes = rounded(extent_bytes(request.heap_bytes, request.host_bytes))
+        room, needs_host = self.tiering.room(rank), request.host_bytes > 0
+        return room.choose(num_bytes, is_leaving=False, needs_host=needs_host)
 
     async def commit_initial(self, rank: Rank, request: CommitInitial) -> None:
-        """Make the bytes with which a rank has filled its extent its initial state.
+        """Make the bytes with which a rank has filled its extent its initial state. If the extent
+        has no memory, they are still in its heap.
 
         Raises: CallerError: the rank is not filling its extent. ResourceError: DATA_LOSS: the bytes
                 do not match the rank's digest; ABORTED: the incarnation is over.
         """
-        if rank.frozen and rank.copy is not None and rank.digest == request.digest:
+        if rank.frozen and rank.copy is not None and request.digest in {rank.digest, ""}:
             return  # the rank asks again after a kill of the daemon
-        if rank.state is not State.FILLING or rank.wpg.seal_seq or rank.extent is None:
+        is_straight = rank.extent is None or rank.is_below
+        is_expected = rank.state is State.FILLING and not rank.wpg.seal_seq
+        if not is_expected or (is_straight and request.digest):
             raise CallerError(f"{rank} expects no initial state", code=Code.FAILED_PRECONDITION)
         if request.applied < 0:
             raise CallerError(
@@ -82,6 +105,10 @@ class RankMemory:
                 field="applied",
                 remedy="use zero or more",
             )
+        if is_straight:
+            await self.heap_files.fill(rank, request.applied)
+            return
+        assert rank.extent is not None
         extent = self.memory[rank.extent]
         memory = (extent.readable if rank.frozen else extent.view)(rank.extent_bytes)
         if not await has_digest(memory, request.digest):

@@ -32,6 +32,8 @@ from phaseloom.statemgr.node.stores import HostCopyStore
 from phaseloom.statemgr.records.incarnations import ON_NVME, HostCopy, Rank, State
 from phaseloom.statemgr.records.records import Records
 from phaseloom.statemgr.records.versions import Version
+from phaseloom.statemgr.records.ways import Way
+from phaseloom.statemgr.tiering.heapfiles import HeapFiles
 from phaseloom.statemgr.transfer.permission import check_reader
 
 log = logging.getLogger(__name__)
@@ -57,16 +59,23 @@ class FrozenCopies:
     copies: HostCopyStore
     ranks: Ranks
     reserve: Reserve
+    heap_files: HeapFiles
 
     async def make_room(self, rank: Rank, version: Version | None = None) -> None:
         """Reserve memory for the next host copy of a frozen rank that is about to write its heap.
+        Nothing is reserved if the copy can go straight to NVMe.
 
         Args: version: the version that the heap becomes. Nothing is reserved if the version's
               memory can be the rank's host copy.
         """
         is_covered = version is not None and not version.is_manifest
         if rank.frozen and rank.copy is not None and not is_covered:
-            await self.reserve_copy(rank)
+            try:
+                await self.reserve_copy(rank)
+            except ResourceError as error:
+                is_short = error.info.code is Code.RESOURCE_EXHAUSTED
+                if not is_short or await self.heap_files.choose(rank) is Way.HOST:
+                    raise
 
     async def reserve_copy(self, rank: Rank) -> int:
         """Reserve memory for a new host copy of a frozen rank: `new_extent` until `settle_copy`.
@@ -110,12 +119,16 @@ class FrozenCopies:
         is reserved and the heap copied.
         """
         if not rank.frozen:
+            if rank.is_below:
+                return await self.heap_files.copy_out(rank, release=release)
             return await self.ranks.order(rank, CopyOut(release))
         self._take_held_version(rank)
         rank.is_copying = True
         try:
             order = CopyOut(release, whole_at=rank.applied, digest=rank.digest)
             copied = await self.ranks.order(rank, order)
+            if copied.changed and await self.heap_files.choose(rank) is Way.STRAIGHT:
+                return await self.heap_files.copy_out(rank, release=release)
             if copied.changed:
                 return await self._to_new_copy(
                     rank, lambda fd: self.ranks.order(rank, CopyOut(release), [fd])

@@ -24,6 +24,7 @@ from phaseloom.statemgr.node.ranks import Ranks
 from phaseloom.statemgr.node.stores import DeviceCopies, HostCopyStore
 from phaseloom.statemgr.records.incarnations import Rank, State, Step, Wpg
 from phaseloom.statemgr.records.residency import Residency
+from phaseloom.statemgr.tiering.heapfiles import HeapFiles
 from phaseloom.statemgr.tiering.sharing import FrozenCopies, layout_of
 from phaseloom.statemgr.tiering.tiering import Tiering
 
@@ -43,6 +44,7 @@ class Switcher:
     ranks: Ranks
     tiering: Tiering
     frozen: FrozenCopies
+    heap_files: HeapFiles
     digests: Digests
     device_copies: DeviceCopies
     copies: HostCopyStore
@@ -50,7 +52,8 @@ class Switcher:
     async def switch_in(self, request: SwitchIn) -> Switched:
         """Bring a deployment into device memory in place of the deployments that it displaces.
 
-        Its host copies are promoted from NVMe first, while the device still works.
+        Its host copies are promoted from NVMe first, while the device still works. Copies that host
+        memory has no room for are loaded straight from NVMe.
 
         Raises: ResourceError: the order is stale (ABORTED), there is no room (RESOURCE_EXHAUSTED,
                 with the numbers, before anything moved), a rank is lost, or a transition was not
@@ -61,7 +64,8 @@ class Switcher:
         wpg = self.residency.current(key, incarnation)
         displaced = filter(None, map(self.residency.find, request.displaces))
         self.digests.begin(wpg.ranks)
-        async with self.tiering.in_host(wpg, *displaced), self.ranks.holding(wpg):
+        in_host = self.tiering.in_host(wpg, *displaced, or_straight=True)
+        async with in_host, self.ranks.holding(wpg):
             plan = self.residency.plan_switch_in(
                 key, incarnation, request.epoch, request.displaces, request.ranks
             )
@@ -113,7 +117,7 @@ class Switcher:
 
     async def _load(self, ranks: list[Rank], trace: Context, done: Moved) -> None:
         async def load(rank: Rank) -> None:
-            if rank.is_in_extent:
+            if rank.is_in_extent and not rank.is_below:
                 await self._spare_seal(rank)
             await self.digests.until_taken(rank)
             with self._span("load", rank, trace):
@@ -146,6 +150,7 @@ class Switcher:
             self.ranks.settle(wpg)
 
     async def _copy_out(self, rank: Rank) -> float:
+        await self.heap_files.choose(rank)
         self.residency.begin_copy_out(rank, release=True)
         try:
             copied = await self.frozen.copy_out(rank, release=True)
@@ -155,7 +160,7 @@ class Switcher:
             raise
         if copied.resident_bytes > MAX_RESIDUE_BYTES:
             self.residency.step(rank, Step.RELEASE_UNVERIFIED)
-            if not rank.frozen:
+            if not rank.frozen and not rank.is_below:
                 rank.copied(copied.applied, "")
                 await self.digests.until_taken(rank)
             await self._copy_in(rank)
@@ -171,8 +176,11 @@ class Switcher:
         digest = rank.digest
         assert digest, "nothing is loaded that cannot be verified"
         try:
-            order = CopyIn(digest, layout_of(rank))
-            copied = await self.ranks.order(rank, order, self.frozen.source_of(rank))
+            if rank.is_below:
+                copied = await self.heap_files.load(rank)
+            else:
+                order = CopyIn(digest, layout_of(rank))
+                copied = await self.ranks.order(rank, order, self.frozen.source_of(rank))
             if copied.digest != digest:
                 # The rank has loaded other bytes without noticing.
                 self.ranks.retire(rank.wpg, "it loaded other bytes than ordered")

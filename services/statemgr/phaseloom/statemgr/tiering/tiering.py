@@ -34,11 +34,20 @@ from phaseloom.statemgr.node.extents import Extent, HostMemory
 from phaseloom.statemgr.node.ledger import Ledger
 from phaseloom.statemgr.node.ranks import Ranks
 from phaseloom.statemgr.node.stores import HostCopyStore, Move, VersionStore
-from phaseloom.statemgr.records.incarnations import ON_NVME, HostCopy, State, Step, Wpg
+from phaseloom.statemgr.records.incarnations import (
+    ON_DEVICE,
+    ON_NVME,
+    HostCopy,
+    Rank,
+    State,
+    Step,
+    Wpg,
+)
 from phaseloom.statemgr.records.layouts import rounded
 from phaseloom.statemgr.records.residency import Residency
 from phaseloom.statemgr.records.stateheader import Section, StateHeader, data_loss
 from phaseloom.statemgr.records.versions import Version
+from phaseloom.statemgr.records.ways import Room, Way
 
 log = logging.getLogger(__name__)
 
@@ -112,19 +121,67 @@ class Tiering:
         return await self.reserve(num_bytes, label, may_freeze=True)
 
     @asynccontextmanager
-    async def in_host(self, wpg: Wpg, *neighbours: Wpg) -> AsyncIterator[None]:
+    async def in_host(
+        self, wpg: Wpg, *neighbours: Wpg, or_straight: bool = False
+    ) -> AsyncIterator[None]:
         """Promote the incarnation's host copies and keep them in host memory within the block.
 
-        Copies of `others` that are in host memory stay there too, but are not promoted.
+        Copies of `neighbours` that are in host memory stay there too, but are not promoted. The
+        copies of ranks on a device are not promoted either, because they are older than the heaps.
 
+        Args:   or_straight: leave copies on NVMe whose way is straight.
         Raises: ResourceError: RESOURCE_EXHAUSTED: no room for the copies; DATA_LOSS: the file of
                 one is bad and no seal has its bytes, so the incarnation is over.
         """
         with self.residency.using(wpg, *neighbours):
             for rank in wpg.ranks:
-                if rank.copy is not None:
-                    await self._promote(rank.copy)
+                is_older = rank.state in ON_DEVICE and not rank.has_other_layout
+                if rank.copy is not None and not is_older:
+                    await self._bring_up(rank, rank.copy, or_straight=or_straight)
             yield
+
+    async def _bring_up(self, rank: Rank, copy: HostCopy, *, or_straight: bool) -> None:
+        await self.copies.moves.until_settled(copy)
+        is_sealing = any(wpg.prepared is not None for wpg in copy.wpgs)
+        if or_straight and copy.state is State.DEMOTED:
+            # A seal reads the file, which a promotion would remove.
+            if is_sealing or self.way_of(rank, is_leaving=False) is Way.STRAIGHT:
+                return
+        elif is_sealing and copy.state is State.DEMOTED:
+            await self.ledger.until(lambda: all(wpg.prepared is None for wpg in copy.wpgs))
+        try:
+            await self._promote(copy)
+        except ResourceError as error:
+            is_short = error.info.code is Code.RESOURCE_EXHAUSTED
+            if not (is_short and or_straight) or _needs_host(rank):
+                raise
+
+    def way_of(self, rank: Rank, *, is_leaving: bool) -> Way:
+        """The way by which a rank would leave or enter its device now, without the memory that its
+        copy has."""
+        needs_host = (_needs_host(rank) and not is_leaving) or rank.host_bytes > 0
+        return self.room(rank).choose(
+            rounded(rank.extent_bytes), is_leaving=is_leaving, needs_host=needs_host
+        )
+
+    def room(self, rank: Rank) -> Room:
+        leaving = {*self._victims(-math.inf), *self._going_down()}
+        used_bytes = self.copies.records.nvme_used_bytes() - rank.is_below * rank.copy_bytes
+        return Room(
+            self.memory.free_bytes,
+            sum(rounded(victim.num_bytes) for victim in leaving),
+            self.nvme_budget_bytes - used_bytes,
+        )
+
+    def check_nvme(self, rank: Rank) -> None:
+        """Raises: ResourceError: RESOURCE_EXHAUSTED: NVMe has no room for the rank's copy."""
+        nvme_bytes = self.room(rank).nvme_bytes
+        if rank.extent_bytes > nvme_bytes:
+            raise ResourceError(
+                f"{rank} needs {rank.extent_bytes} bytes of NVMe: {nvme_bytes} of "
+                f"{self.nvme_budget_bytes} are free",
+                code=Code.RESOURCE_EXHAUSTED,
+            )
 
     def hint(self, wpg: Wpg, hint: Prefetch) -> None:
         """Record a prediction of the deployment's next use, and start promotions in the background.
@@ -136,7 +193,8 @@ class Tiering:
             return
         wpg.next_use_s = time.monotonic() + hint.in_s
         for rank in wpg.ranks:
-            if rank.copy is not None and rank.copy.state is State.DEMOTED:
+            is_promotable = wpg.prepared is None and rank.state not in ON_DEVICE and rank.is_whole
+            if rank.copy is not None and rank.copy.state is State.DEMOTED and is_promotable:
                 self.copies.moves.hint(rank.copy, self._read_up)
 
     async def sweep(self) -> None:
@@ -355,6 +413,11 @@ class Tiering:
         except ResourceError as error:
             # The traceback's frames hold views of the memory.
             raise error.with_traceback(None) from None
+
+
+def _needs_host(rank: Rank) -> bool:
+    """Whether the rank can only be loaded from host memory."""
+    return rank.host_bytes > 0 or rank.has_other_layout
 
 
 def _shortage_bytes(refusal: ResourceError) -> int:

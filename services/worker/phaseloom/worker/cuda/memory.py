@@ -142,7 +142,7 @@ class CudaHeap:
         self._scratch = DeviceRange(driver, scratch_bytes) if scratch_bytes else None
         self._stream = driver.create_stream()
         try:
-            self._populate()
+            self.populate()
             driver.clear(self.address, self._range.mapped_bytes, self._stream)
             driver.order(self._stream, DEFAULT_STREAM)
             driver.synchronize(self._stream)
@@ -187,7 +187,7 @@ class CudaHeap:
     def _ranges(self) -> list[DeviceRange]:
         return [self._range, *([self._scratch] if self._scratch else [])]
 
-    def _populate(self) -> None:
+    def populate(self) -> None:
         """Allocate the missing memory. Raises: CudaError: out of memory; nothing is allocated
         then."""
         missing = [memory_range for memory_range in self._ranges if not memory_range.is_populated]
@@ -208,6 +208,13 @@ class CudaHeap:
             self.unpinned_because = ""
         except CudaError as error:
             self.unpinned_because = str(error)
+
+    def pinned(self, memory: memoryview) -> PinnedMemory | None:
+        """Pin memory other than the extent; the caller closes it. None: it cannot be pinned."""
+        try:
+            return PinnedMemory(self._driver, memory)
+        except CudaError:
+            return None
 
     def unpin(self) -> None:
         """Unpin the mapping. Its pages may then be freed."""
@@ -255,7 +262,7 @@ class CudaHeap:
         Work launched on the default stream from now on sees the new content.
         """
         self._check(source)
-        self._populate()
+        self.populate()
         self._start_parts(source, [(0, 0, self.num_bytes)])
 
     def finish(self) -> None:

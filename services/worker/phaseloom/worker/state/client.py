@@ -89,6 +89,8 @@ class RankStateClient:
         self._private_executor = None if executor else ThreadPoolExecutor(1, "state-copy")
         self._executor = executor or self._private_executor
         self._is_leaving = False
+        self._has_memory = True
+        """Whether the extent had memory when the heap was registered."""
         self._link = StateLink(path, self._greet, self._handle, reconnect_s)
         self._copies = HeapCopier(applied, on_loaded)
         self._layouts = LayoutCache()
@@ -141,6 +143,7 @@ class RankStateClient:
         """
         if not self._is_leaving:
             self._is_leaving = True
+            self._copies.files.cancelled.set()
             await self._run(last)
         await self.loans.close()
         await self._link.close()
@@ -164,6 +167,7 @@ class RankStateClient:
                 applied=applied,
                 digest=digest,
                 host_bytes=self._copies.host_bytes,
+                in_extent=devicememory.is_attached(self._copies.heap),
             ),
             Done,
         )
@@ -198,7 +202,7 @@ class RankStateClient:
         )
         answer, fds = await self._link.call(request)
         registered = expect(answer, HeapRegistered)
-        if len(fds) != (not frozen or registered.applied == 0):
+        if len(fds) != (not frozen or (registered.applied == 0 and registered.has_memory)):
             close_fds(fds)
             raise InternalError(f"unexpected number of extents for a heap: {len(fds)}")
         extent: Mapping | None = None
@@ -207,6 +211,7 @@ class RankStateClient:
                 self._copies.heap_fd = os.dup(fd)
             extent = Mapping(fd, extent_bytes(heap.num_bytes, host_bytes), writable=True)
         self._copies.register(heap, slots, host_bytes, extent, frozen=frozen)
+        self._has_memory = registered.has_memory
         if registered.applied:
             await self._run(self._copies.drop_extent)
             self._copies.commit(registered.applied, "")
@@ -229,6 +234,9 @@ class RankStateClient:
 
         Args: applied: the seq of the state if it came from a checkpoint.
         """
+        if not self._has_memory:
+            await self._commit_initial("", applied)
+            return
         heap, extent = self._copies.registered()
         await self._run(lambda: self._copies.out(heap, extent))
         digest = await self._run(lambda: digest_in_threads(extent.buffer))
@@ -368,8 +376,8 @@ class RankStateClient:
         if self._is_leaving:
             close_fds(fds)
             raise ResourceError("the rank is shutting down")
-        if self._copies.is_frozen and isinstance(body, CopyOut | CopyIn):
-            return await self._run(lambda: self._copies.copy_frozen(body, fds)), ()
+        if isinstance(body, CopyOut | CopyIn):
+            return await self._run(lambda: self._copies.copy(body, fds)), ()
         if isinstance(body, StageState | LoadStaged):
             return await self._run(lambda: self._copies.copy_staged(body, fds)), ()
         close_fds(fds)
@@ -377,10 +385,6 @@ class RankStateClient:
             case Unmap():
                 await self._run(self._copies.drop_source)
                 return StillMapped(self.versions.unmap_unused()), ()
-            case CopyOut(release=release):
-                return await self._run(lambda: self._copies.copy_out(release=release)), ()
-            case CopyIn(digest=digest):
-                return await self._run(lambda: self._copies.copy_in(digest)), ()
             case Unpin():
                 heap, _ = self._copies.registered()
                 await self._run(lambda: devicememory.unpin(heap))

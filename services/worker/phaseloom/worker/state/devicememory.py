@@ -210,6 +210,11 @@ def is_emulated(memory: DeviceMemory) -> bool:
     return isinstance(memory, Heap)
 
 
+def is_attached(memory: DeviceMemory) -> bool:
+    """Whether a file is the memory of an emulated device."""
+    return isinstance(memory, Heap) and memory.is_attached
+
+
 def attach(memory: DeviceMemory, fd: int) -> memoryview:
     """Make a file the memory of an emulated device. The caller closes `fd`. Returns: the heap."""
     assert isinstance(memory, Heap)

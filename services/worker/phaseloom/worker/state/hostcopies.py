@@ -22,6 +22,7 @@ from phaseloom.common.contract.state_rank import (
     Copied,
     CopyIn,
     CopyOut,
+    FileSection,
     LoadStaged,
     StageState,
     VersionLayout,
@@ -34,6 +35,7 @@ from phaseloom.worker.core.reading import Runs
 from phaseloom.worker.state import devicememory
 from phaseloom.worker.state.copying import Mapping, clear, copy, place_rows, runs
 from phaseloom.worker.state.devicememory import DeviceMemory
+from phaseloom.worker.state.heapfile import HeapFiles
 from phaseloom.worker.state.layouts import gaps, paired
 
 
@@ -49,6 +51,7 @@ class HeapCopier:
         self.extent: Mapping | None = None
         self.heap_fd: int | None = None
         """Descriptor of the extent if it is the memory of the heap while the rank is resident."""
+        self.files = HeapFiles()
         self._source: tuple[tuple[int, int], Mapping] | None = None
         """The extent from which a frozen heap was last loaded, by (device, inode)."""
         self.runs_of: Callable[[bytes], Runs] = self._paired_runs
@@ -121,7 +124,21 @@ class HeapCopier:
             clear(self.host_memory)
         self._on_loaded()
 
-    def copy_frozen(self, order: CopyOut | CopyIn, fds: list[int]) -> Copied:
+    def copy(self, order: CopyOut | CopyIn, fds: list[int]) -> Copied:
+        """Copy the heap to or from the file or extent that came with the order, or its own
+        extent."""
+        if order.file is not None:
+            return self._copy_file(order, order.file, fds)
+        if self.is_frozen:
+            return self._copy_frozen(order, fds)
+        close_fds(fds)
+        if isinstance(order, CopyIn):
+            return self.copy_in(order.digest)
+        if order.whole_at >= 0:
+            return self._stay_with_copy(order)
+        return self.copy_out(release=order.release)
+
+    def _copy_frozen(self, order: CopyOut | CopyIn, fds: list[int]) -> Copied:
         """Copy a frozen heap to or from the extent that came with the order.
 
         No process keeps a writable mapping of that extent afterwards.
@@ -133,7 +150,7 @@ class HeapCopier:
             close_fds(fds)
             raise InternalError(f"expected 1 extent for a copy, got {len(fds)}")
         if not fds:
-            return self._stay_with_copy(heap, order)
+            return self._stay_with_copy(order)
         self.drop_source()
         self.extent = extent = Mapping(fds[0], heap.num_bytes, writable=True)
         try:
@@ -144,6 +161,20 @@ class HeapCopier:
         finally:
             self.extent = None
             extent.close()
+
+    def _copy_file(self, order: CopyOut | CopyIn, section: FileSection, fds: list[int]) -> Copied:
+        """Copy the heap to or from the state file that came with the order."""
+        heap = self.registered_heap()
+        if len(fds) != 1:
+            close_fds(fds)
+            raise InternalError(f"expected 1 file for a copy, got {len(fds)}")
+        if isinstance(order, CopyIn):
+            return self._load(heap, order.digest, lambda: self.files.read(heap, section, fds))
+        started, applied = time.monotonic(), self.applied()
+        checksums = self.files.write(heap, section, fds)
+        num_resident = devicememory.resident_bytes(heap)
+        took_s = time.monotonic() - started
+        return Copied("", applied, num_resident, took_s, checksums=checksums)
 
     def copy_staged(self, order: StageState | LoadStaged, fds: list[int]) -> Copied:
         """Copy the state to or from the memory that came with the order, which is mapped only
@@ -264,7 +295,9 @@ class HeapCopier:
             self._source[1].close()
             self._source = None
 
-    def _stay_with_copy(self, heap: DeviceMemory, order: CopyOut) -> Copied:
+    def _stay_with_copy(self, order: CopyOut) -> Copied:
+        """Say whether the heap has changed since its host copy, and release it if it has not."""
+        heap = self.registered_heap()
         started, applied = time.monotonic(), self.applied()
         if applied != order.whole_at:
             return Copied("", applied, devicememory.resident_bytes(heap), 0.0, changed=True)
@@ -280,6 +313,11 @@ class HeapCopier:
         started, applied = time.monotonic(), self.applied()
         if self.heap_fd is None:
             self.out(*self.registered())
+        elif not devicememory.is_attached(heap):
+            # It was loaded straight from a file, when host memory had no room.
+            extent = Mapping(os.dup(self.heap_fd), heap.num_bytes, writable=True)
+            self.out(heap, extent)
+            extent.close()
         if release:
             heap.release()
             self.is_resident = False
