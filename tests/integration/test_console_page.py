@@ -25,7 +25,7 @@ from phaseloom import client
 from phaseloom.cli.meshconfig import MeshConfig
 from phaseloom.cli.replay import make_replay
 from phaseloom.cli.supervisor import Mesh
-from tests.support.browser import NARROW, Tab, browser, needs_chromium, opened, picture
+from tests.support.browser import NARROW, PATIENCE_MS, Tab, browser, needs_chromium, opened, picture
 from tests.support.directories import short_directory
 from tests.support.jobs import NOOP, TASKS, TENANT, no_barrier, running_mesh, short
 from tests.support.processes import free_port, without_torch
@@ -40,7 +40,7 @@ KEPT = os.environ.get(
 """The views of which there are pictures."""
 STEPS = 400 if PICTURES else 4
 WATCHED_S = 16.0
-VIEWS = ("timeline", "jobs", "state", "decisions")
+VIEWS = ("timeline", "jobs", "curves", "state", "decisions")
 DEVICES = 256
 HOUR_S = 3600.0
 MOST_FRAME_MS = 250.0
@@ -94,7 +94,8 @@ async def train_one(mesh: Mesh, task: str) -> None:
 
         def report(event: str, **values: Any) -> None:
             if event == "step":
-                job.report({"reward": values["reward"]}, step=values["step"])
+                step = values["step"]
+                job.report({"reward": values["reward"], "progress": step * 10}, step=step)
 
         await train(job, task, settings, report, no_barrier)
         if not PICTURES:
@@ -149,6 +150,44 @@ async def test_jobs_tell_what_they_leave_to_others(shown: Shown) -> None:
         saved = "[...document.querySelectorAll('dt')].find((one) => one.innerText === 'saved')"
         share = await tab.until(f"parseFloat({saved}?.nextSibling.innerText)")
         assert 20 < share < 90
+
+
+async def test_curves_of_several_jobs_are_drawn_in_one_chart(shown: Shown) -> None:
+    """Hovering reads the values, dragging zooms, and a double click shows everything again."""
+    async with shown.opened() as tab:
+        await tab.page.click("a[href='#curves']")
+        chart = tab.page.locator("figure[aria-label^='progress. ']")
+        for task in TASKS:
+            await chart.locator(".u-series", has_text=task).wait_for(timeout=PATIENCE_MS)
+        await tab.until(_LAST_STEP, STEPS)
+        mouse = tab.page.mouse
+
+        async def move(share: float) -> None:
+            box = await chart.locator(".u-over").bounding_box()
+            assert box is not None
+            x = box["x"] + 1 + share * (box["width"] - 2)
+            await mouse.move(x, box["y"] + box["height"] / 2)
+
+        async def reads(share: float, *values: int) -> None:
+            expected = [str(value) for value in values]
+            async with asyncio.timeout(PATIENCE_MS / 1000):
+                # A chart that is drawn anew forgets where the pointer was.
+                while await chart.locator(".u-value").all_inner_texts() != expected:
+                    await move(0.5)
+                    await move(share)
+
+        await reads(0.0, 1, 10, 10)
+        await reads(1.0, STEPS, 10 * STEPS, 10 * STEPS)
+        await move(0.4)
+        await mouse.down()
+        await move(0.9)
+        await mouse.up()
+        await reads(0.0, 3, 30, 30)
+        await chart.locator(".u-over").dblclick()
+        await reads(0.0, 1, 10, 10)
+        await tab.page.get_by_role("checkbox", name=TASKS[0]).uncheck()
+        await chart.locator(".u-series", has_text=TASKS[0]).wait_for(state="detached")
+        await reads(0.0, 1, 10)
 
 
 async def test_page_is_used_by_keys_alone(shown: Shown) -> None:
@@ -288,6 +327,12 @@ async def test_hour_of_256_devices_is_moved_through_smoothly(tmp_path: Path) -> 
             await picture(tab, Path(PICTURES) / "console-hour.png")
         assert not tab.errors
 
+
+_LAST_STEP = """(step) => {
+  const curves = [...window.phaseloom.app.model.curves.values()];
+  const ends = curves.map((one) => one.get("progress")?.steps.at(-1));
+  return ends.length === 2 && ends.every((end) => end === step);
+}"""
 
 _LEGS = """() => {
   const rows = [...document.querySelectorAll("ol.waterfall[data-of=spans] li")];

@@ -18,6 +18,14 @@ function sourcesHash() {
   return hash.update(readFileSync(PALETTE)).digest("hex");
 }
 
+/** The licences of the packages that are part of the script. */
+function licences() {
+  const { dependencies } = JSON.parse(readFileSync("package.json", "utf8"));
+  return Object.keys(dependencies)
+    .map((name) => `${name}\n\n${readFileSync(join("node_modules", name, "LICENSE"), "utf8").trim()}\n`)
+    .join("\n\n");
+}
+
 export default defineConfig({
   base: "./",
   esbuild: { jsx: "automatic", jsxImportSource: "preact" },
@@ -49,6 +57,10 @@ export default defineConfig({
               '  <script type="module" src="static/console.js"></script>\n</body>',
             ),
       },
+    },
+    {
+      name: "licences",
+      closeBundle: () => writeFileSync(join(OUT, "LICENSES.txt"), licences()),
     },
     {
       name: "sources-hash",

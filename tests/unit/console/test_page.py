@@ -41,6 +41,12 @@ def test_script_is_small() -> None:
     assert len(page.compressed(page.SCRIPT)) <= MOST_SCRIPT_BYTES
 
 
+def test_licences_of_the_packages_in_the_script_are_delivered() -> None:
+    text = page.asset("LICENSES.txt").decode()
+    for name in json.loads((WEB / "package.json").read_text())["dependencies"]:
+        assert f"{name}\n\nThe MIT License" in text
+
+
 @pytest.mark.parametrize("name", page.TYPES)
 def test_page_fetches_nothing_from_elsewhere(name: str) -> None:
     text = page.asset(name).decode()

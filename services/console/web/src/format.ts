@@ -48,3 +48,9 @@ export function since(value: number, step = 1): string {
   const two = (n: number) => String(n).padStart(2, "0");
   return h ? `${sign}${h}:${two(m)}:${two(s)}` : `${sign}${m}:${two(s)}`;
 }
+
+/** A number of any size, in a few characters. */
+export function short(value: number): string {
+  const size = Math.abs(value);
+  return size !== 0 && (size < 0.001 || size >= 1e5) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+}

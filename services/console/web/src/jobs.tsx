@@ -3,6 +3,7 @@
 import { useState } from "preact/hooks";
 import { type App, useApp, useAsked, useTick } from "./app";
 import { css, jobColour } from "./colours";
+import { RunCurves } from "./curves";
 import { Why, refusal } from "./details";
 import { count, percent, seconds } from "./format";
 import { ask } from "./live";
@@ -86,7 +87,7 @@ function Card({
       <Share app={app} number={number} colour={colour} />
       {row.tags?.length ? <p class="tags">{row.tags.map((tag) => <span key={tag}>{tag}</span>)}</p> : null}
       {row.has_config && app.live ? <Config row={row} /> : null}
-      <Curves app={app} row={row} colour={colour} />
+      <RunCurves app={app} run={curvesKey(row.job, row.run)} />
       {row.period_s && row.segments?.length ? <Cycle row={row} /> : null}
       {row.placement && <p class="placement">{row.placement}</p>}
       {row.error && <p class="trouble">{row.error.message}{row.error.remedy ? `: ${row.error.remedy}` : ""}</p>}
@@ -130,39 +131,6 @@ function Share({ app, number, colour }: { app: App; number: number; colour: stri
   );
 }
 
-const MOST_CURVES = 8;
-const [CURVE_W, CURVE_H] = [220, 54];
-
-/** What the controller reports: a curve of each value. */
-function Curves({ app, row, colour }: { app: App; row: JobRow; colour: string }) {
-  const curves = [...(app.model.curves.get(curvesKey(row.job, row.run)) ?? [])].slice(0, MOST_CURVES);
-  if (!curves.length) return null;
-  return (
-    <div class="curves">
-      {curves.map(([name, { steps, values }]) => {
-        const low = Math.min(...values);
-        const high = Math.max(...values);
-        const [first, last] = [steps[0]!, steps[steps.length - 1]!];
-        const x = (step: number) => 2 + ((CURVE_W - 4) * (step - first)) / Math.max(1, last - first);
-        const y = (value: number) => CURVE_H - 3 - ((CURVE_H - 6) * (value - low)) / (high - low || 1);
-        const points = steps.map((step, i) => `${x(step).toFixed(1)},${y(values[i]!).toFixed(1)}`);
-        const text = `${name}: ${short(values[values.length - 1]!)} at step ${last}; ${short(low)} to ${short(high)}`;
-        return (
-          <figure key={name}>
-            <figcaption title={text}>
-              <span>{name}</span>
-              <b>{short(values[values.length - 1]!)}</b>
-            </figcaption>
-            <svg viewBox={`0 0 ${CURVE_W} ${CURVE_H}`} preserveAspectRatio="none" role="img" aria-label={text}>
-              <polyline points={points.join(" ")} fill="none" stroke={colour} stroke-width="1.8" vector-effect="non-scaling-stroke" stroke-linejoin="round" />
-            </svg>
-          </figure>
-        );
-      })}
-    </div>
-  );
-}
-
 /** The settings that the program gave its run, fetched when they are opened. */
 function Config({ row }: { row: JobRow }) {
   const [said, setSaid] = useState("");
@@ -180,11 +148,6 @@ function Config({ row }: { row: JobRow }) {
       <pre>{said || "…"}</pre>
     </details>
   );
-}
-
-function short(value: number): string {
-  const size = Math.abs(value);
-  return size !== 0 && (size < 0.001 || size >= 1e5) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 }
 
 function Cycle({ row }: { row: JobRow }) {

@@ -3,6 +3,7 @@
 import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { App, useApp } from "./app";
+import { Curves } from "./curves";
 import { Decisions } from "./decisions";
 import { Jobs } from "./jobs";
 import { Live } from "./live";
@@ -12,7 +13,9 @@ import "./style.css";
 import { Timeline } from "./timeline";
 import type { Replay } from "./wire";
 
-const TABS = ["timeline", "jobs", "state", "decisions"] as const;
+const TABS = ["timeline", "jobs", "curves", "state", "decisions"] as const;
+/** The tabs that a recorded run has, too. */
+const OF_REPLAYS: readonly string[] = ["timeline", "decisions"];
 type Tab = (typeof TABS)[number];
 /** The length of the stretch, in the middle of a replayed run, that is in view first. */
 const FIRST_SPAN_S = 20;
@@ -25,7 +28,7 @@ function Page({ app }: { app: App }) {
     addEventListener("hashchange", turn);
     return () => removeEventListener("hashchange", turn);
   }, []);
-  const tabs = TABS.filter((name) => app.live || (name !== "state" && name !== "jobs"));
+  const tabs = TABS.filter((name) => app.live || OF_REPLAYS.includes(name));
   if (app.live?.link === "refused") return <Refused />;
   return (
     <>
@@ -53,6 +56,7 @@ function Page({ app }: { app: App }) {
       <main>
         {tab === "timeline" && <Timeline app={app} />}
         {tab === "jobs" && app.live && <Jobs app={app} />}
+        {tab === "curves" && app.live && <Curves app={app} />}
         {tab === "state" && app.live && <State app={app} />}
         {tab === "decisions" && <Decisions app={app} />}
       </main>

@@ -345,7 +345,7 @@ export class Model {
     if (!curves) this.curves.set(key, (curves = new Map()));
     for (const [name, value] of Object.entries(values)) {
       let curve = curves.get(name);
-      if (!curve) curves.set(name, (curve = { steps: [], values: [] }));
+      if (!curve) curves.set(name, (curve = { steps: [], values: [], version: 0 }));
       put(curve, step, value);
     }
   }
@@ -451,10 +451,14 @@ export class Model {
 export interface Curve {
   steps: number[];
   values: number[];
+  /** Counts changes. */
+  version: number;
 }
 
 /** Add a point to a curve, which is in the order of its steps; the newest value of a step counts. */
-function put({ steps, values }: Curve, step: number, value: number): void {
+function put(curve: Curve, step: number, value: number): void {
+  const { steps, values } = curve;
+  curve.version++;
   let at = steps.length;
   while (at > 0 && steps[at - 1]! >= step) at--;
   const isThere = steps[at] === step;
