@@ -475,7 +475,7 @@ class Mesh:
             )
             return
         self._num_reports += 1
-        self.start(self._send_report(report))
+        self._start(self._send_report(report))
 
     async def _send_report(self, report: api.JobReport) -> None:
         try:
@@ -641,7 +641,7 @@ class Mesh:
     ) -> MeshJob:
         key = JobKey(self._tenant, name)
         session_hooks = Hooks(hooks.DECLARED.get())
-        outbox = Outbox(self._client, key, self.start, self._answer_timeout_s, session_hooks)
+        outbox = Outbox(self._client, key, self._start, self._answer_timeout_s, session_hooks)
         outbox.contact = self._contact
         # Subscribe before publishing any operation, so that no completion is missed.
         subscription = await self._client.subscribe(f"{PREFIX}.out.{key}.>")
@@ -665,8 +665,8 @@ class Mesh:
             await subscription.unsubscribe()
             raise
         self._outboxes.append(outbox)
-        self.start(outbox.watch())
-        self.start(self._keep_session(api.Heartbeat(name, attached.session), outbox))
+        self._start(outbox.watch())
+        self._start(self._keep_session(api.Heartbeat(name, attached.session), outbox))
         job = MeshJob(self, name, attached, outbox, key)
         phases.CURRENT.set(job)
         return job
@@ -723,7 +723,7 @@ class Mesh:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
-    def start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._group.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -773,13 +773,14 @@ async def connect(
     try:
         async with asyncio.TaskGroup() as group:
             mesh = Mesh(client, settings.tenant, group, answer_timeout_s)
-            mesh.start(mesh.watch_connection())
+            watching = group.create_task(mesh.watch_connection())
             try:
                 yield mesh
             except BaseException as error:
                 failure = error
                 raise
             finally:
+                watching.cancel()
                 mesh.close()
     except BaseExceptionGroup:
         # Raise the controller's own error instead of the group that wraps it.
