@@ -163,7 +163,8 @@ def channels() -> list[Channel]:
         Channel(
             "models",
             f"$KV.{streams.Bucket.MODELS}.{{name}}",
-            "operator → job API: a registered model",
+            "operator → job API: a registered model; in the name, `=2F` stands for `/`, `=2E` for "
+            "`.` and `=3A` for `:`",
             (RegisteredModel,),
         ),
         Channel(

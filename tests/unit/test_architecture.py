@@ -245,7 +245,7 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("errors",),
         ("modelconfig", "tenantlimits"),
         ("configcheck", "specs"),
-        ("arrays", "codec", "ids", "state_layout"),
+        ("arrays", "codec", "ids", "sizes", "state_layout"),
         ("agents", "commands", "operations"),
         ("api", "checks", "completions", "continuation", "events", "state_agent", "streaming"),
         ("checkpoints", "kinds", "streams"),

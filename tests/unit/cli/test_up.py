@@ -9,8 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
-from phaseloom.cli.up import CONSOLE_PORT, load_settings, up, with_policies
+from phaseloom.cli.up import CONSOLE_PORT, load_settings, up, with_models, with_policies
 from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.process import machine
 from tests.support.processes import free_port
 
 
@@ -63,7 +64,11 @@ def test_run_is_not_resumed_without_what_it_has(
     (tmp_path / "mesh.json").write_text('{"pid": 0}')
     (tmp_path / "settings.json").write_bytes(msgspec.json.encode(earlier))
     mesh_file = tmp_path / "mesh.toml"
-    mesh_file.write_text("[mesh]\nrouters = 1\n")
+    rows = [
+        f'{{name = "{node.name}", pool = "{node.pool}", devices = {node.devices}}}'
+        for node in NODES
+    ]
+    mesh_file.write_text(f"[mesh]\nnodes = [{', '.join(rows)}]\n")
     with pytest.raises(CallerError, match=what) as caught:
         up(resume=True, run=str(tmp_path), mesh_file=mesh_file)
     assert caught.value.info.field == f"mesh.{field}"
@@ -152,3 +157,21 @@ def test_model_that_there_is_not_is_refused_before_anything_starts(tmp_path: Pat
     assert (info.code, info.field) == (Code.NOT_FOUND, "mesh.models.small")
     assert "config.json" in info.remedy
     assert not (tmp_path / "runs").exists()
+
+
+def test_run_keeps_its_nodes_unless_the_mesh_file_states_some(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_bytes(msgspec.json.encode(MeshConfig(nodes=NODES[:1])))
+    mesh_file = tmp_path / "mesh.toml"
+    mesh_file.write_text("[mesh]\nrouters = 1\n")
+    settings = load_settings(mesh_file, tmp_path)
+    assert with_models(settings, [], mesh_file, tmp_path).nodes == NODES[:1]
+    mesh_file.write_text('[[mesh.nodes]]\nname = "n"\npool = "train"\ndevices = ["1MiB"]\n')
+    settings = load_settings(mesh_file, tmp_path)
+    assert with_models(settings, [], mesh_file, tmp_path).nodes == settings.nodes
+
+
+def test_devices_of_a_new_run_have_half_of_the_available_memory() -> None:
+    sized = with_models(load_settings(None, None), [], None, None)
+    devices = sum(size for node in sized.nodes for size in node.devices)
+    assert devices > sum(size for node in NODES for size in node.devices)
+    assert devices == pytest.approx(machine.available_bytes() / 2, rel=0.2), "others use memory too"

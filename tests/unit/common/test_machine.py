@@ -73,3 +73,65 @@ def test_directory_that_cannot_be_made_or_written_is_refused(tmp_path: Path) -> 
 def test_directory_that_can_be_made_is_not_made_yet(tmp_path: Path) -> None:
     machine.check_writable(tmp_path / "a" / "b", "mesh.checkpoint_root")
     assert not list(tmp_path.iterdir())
+
+
+GiB = 2**30
+
+
+def put(path: Path, content: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+
+
+def proc_of(root: Path, groups: str, *, available: int = 4 * GiB) -> Path:
+    put(root / "proc/meminfo", f"MemTotal: 9 kB\nMemAvailable: {available // 1024} kB\n")
+    put(root / "proc/self/cgroup", groups)
+    return root / "proc"
+
+
+def test_available_memory_is_the_machine_s_without_a_limit(tmp_path: Path) -> None:
+    proc = proc_of(tmp_path, "0::/\n", available=3 * 2**20)
+    put(tmp_path / "fs/memory.max", "max\n")
+    assert machine.available_bytes(proc, tmp_path / "fs") == 3 * 2**20
+    assert machine.available_bytes(tmp_path / "none", tmp_path / "none") == ALL
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/a/b\n", {"a/memory.max": 2 * GiB, "a/b/memory.max": "max"}, 2 * GiB),
+        ("0::/a\n", {"a/memory.max": 2 * GiB, "a/memory.current": GiB}, GiB),
+        (
+            "0::/a\n",
+            {
+                "a/memory.max": 2 * GiB,
+                "a/memory.current": GiB,
+                "a/memory.stat": f"anon 5\ninactive_file {GiB // 2}\nactive_file 7",
+            },
+            3 * GiB // 2,
+        ),
+        # In a container, the path is the host's and only the root is mounted.
+        ("0::/host/path\n", {"memory.max": GiB}, GiB),
+        ("0::/../x\n", {"memory.max": GiB}, GiB),
+        ("4:cpu,memory:/a\n1:pids:/\n0::/\n", {"memory/a/memory.limit_in_bytes": GiB}, GiB),
+        (
+            "4:memory:/a\n",
+            {
+                "memory/a/memory.limit_in_bytes": 2 * GiB,
+                "memory/a/memory.usage_in_bytes": GiB,
+                "memory/a/memory.stat": f"inactive_file 1\ntotal_inactive_file {GiB // 4}",
+            },
+            5 * GiB // 4,
+        ),
+        # Version 1 has this number where there is no limit.
+        ("4:memory:/\n", {"memory/memory.limit_in_bytes": 9223372036854771712}, 4 * GiB),
+        ("0::/\n", {"memory.max": GiB, "memory.current": 2 * GiB}, 0),
+    ],
+)
+def test_available_memory_is_what_control_groups_leave(
+    tmp_path: Path, groups: str, files: dict[str, object], expected: int
+) -> None:
+    for name, content in files.items():
+        put(tmp_path / "fs" / name, f"{content}\n")
+    proc = proc_of(tmp_path, groups)
+    assert machine.available_bytes(proc, tmp_path / "fs") == min(expected, ALL)

@@ -13,7 +13,8 @@ import msgspec
 
 from phaseloom.cli.hanging import HUNG_AFTER_S
 from phaseloom.common.contract.errors import CallerError, Code
-from phaseloom.common.contract.ids import check_name
+from phaseloom.common.contract.ids import check_model_name, check_name
+from phaseloom.common.contract.sizes import Size
 from phaseloom.common.contract.specs import (
     SCHEDULER_BOUNDS,
     DeviceKind,
@@ -45,14 +46,14 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     pool: str
     """Kind of the node: `rollout`, `train`, or any other name."""
-    devices: list[int]
+    devices: list[Size]
     """Memory budget of each device for managed state, in bytes."""
     device_kind: DeviceKind = DeviceKind.EMULATED
     """`emulated` uses memory and processors of this machine; `cuda` uses GPU i as device i."""
     cores_per_device: int = 1
     """Cores of each emulated device. With several cores and a `multiplexing` policy, jobs run on
     one device at the same time, each on some of its cores."""
-    host_memory_bytes: int = 2 * 2**30
+    host_memory_bytes: Size = 2 * 2**30
     """Memory budget of the state manager for state in host memory."""
     exclusive_residency: Residency = Residency.JOB
     """`job`: opening an activation offloads all state of other jobs from the device."""
@@ -76,7 +77,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise CallerError(
                 f"expected the bytes of one or more devices of {self.name}, got {self.devices}",
                 field="mesh.nodes.devices",
-                remedy="list the memory of each device in bytes, each at least 1",
+                remedy='list the memory of each device, such as ["8GiB"], each at least 1 byte',
             )
         section = f"mesh.nodes.{self.name}"
         config.check_bounds(self, section, _NODE_BOUNDS)
@@ -169,7 +170,7 @@ class MeshConfig(msgspec.Struct, frozen=True):
     fsync: bool = True
     """Whether NATS writes a message to disk before acknowledging it. Without this, acknowledged
     messages survive a killed process, but not a power cut."""
-    ops_max_bytes: int = 2**30
+    ops_max_bytes: Size = 2**30
     """Size limit of a tenant's operation stream; a full stream refuses operations."""
     tenant_limits: TenantLimits = msgspec.field(default_factory=dict)
     """Limits of single tenants, by name: `max_operations`, `max_bytes`, `rate`, `burst`,
@@ -217,7 +218,7 @@ class MeshConfig(msgspec.Struct, frozen=True):
         for tenant in self.tenants:
             check_tenant(tenant, "mesh.tenants")
         for name, directory in self.models.items():
-            check_name(name, "mesh.models")
+            check_model_name(name, "mesh.models")
             check_directory(Path(directory), f"mesh.models.{name}")
         shared = {n: bounds for n, bounds in SCHEDULER_BOUNDS.items() if n in SCHEDULER_SETTINGS}
         config.check_bounds(self, "mesh", {**_BOUNDS, **shared})

@@ -17,7 +17,7 @@ from phaseloom.cli.output import print_whole
 from phaseloom.cli.rundir import bus_config, open_bus
 from phaseloom.common.contract.codec import decode, encode
 from phaseloom.common.contract.errors import CallerError, Code
-from phaseloom.common.contract.ids import check_name
+from phaseloom.common.contract.ids import check_model_name, to_token
 from phaseloom.common.contract.specs import RegisteredModel
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.tensors.modelfiles import read_model
@@ -37,7 +37,7 @@ def add(
     Parameters
     ----------
     name
-        The model's name: letters, digits, `_` and `-`.
+        The model's name, such as `smollm2` or `org/model`.
     directory
         Model directory in the Hugging Face layout: config.json, safetensors, tokenizer.
     run
@@ -72,7 +72,7 @@ def remove(name: str, *, run: Path | None = None, console: Console | None = None
     run
         Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     """
-    uvloop.run(_remove(bus_config(run), check_name(name, "name")))
+    uvloop.run(_remove(bus_config(run), check_model_name(name, "name")))
     (console or Console()).print(f"{name} is no longer registered", markup=False)
 
 
@@ -82,14 +82,15 @@ async def register(bus: Bus, model: RegisteredModel, *, replaces: bool = False) 
     Args:   replaces: whether to replace an earlier registration of the same name.
     Raises: CallerError: ALREADY_EXISTS: the name is registered for something else.
     """
-    stored = await bus.keys.get_raw(Bucket.MODELS, model.name)
+    key = to_token(model.name)
+    stored = await bus.keys.get_raw(Bucket.MODELS, key)
     if stored is not None and not stored.is_gone and not replaces:
         if decode(stored.payload, RegisteredModel) == model:
             return
         raise _already_exists(model.name)
     try:
         sequence = stored.sequence if stored else 0
-        await bus.keys.swap(Bucket.MODELS, model.name, encode(model), sequence)
+        await bus.keys.swap(Bucket.MODELS, key, encode(model), sequence)
     except Conflict:
         raise _already_exists(model.name) from None
 
@@ -127,14 +128,14 @@ async def _add(settings: BusConfig, model: RegisteredModel) -> None:
 
 async def _all(settings: BusConfig) -> list[RegisteredModel]:
     async with open_bus(settings, "models") as bus:
-        names = sorted(await bus.keys.names(Bucket.MODELS))
-        entries = await asyncio.gather(*(bus.keys.get(Bucket.MODELS, name) for name in names))
+        keys = sorted(await bus.keys.names(Bucket.MODELS))
+        entries = await asyncio.gather(*(bus.keys.get(Bucket.MODELS, key) for key in keys))
     return [decode(stored.payload, RegisteredModel) for stored in entries if stored is not None]
 
 
 async def _remove(settings: BusConfig, name: str) -> None:
     async with open_bus(settings, "models") as bus:
-        stored = await bus.keys.get(Bucket.MODELS, name)
+        stored = await bus.keys.get(Bucket.MODELS, to_token(name))
         if stored is None:
             raise CallerError(
                 f"there is no registered model {name!r}",
@@ -142,7 +143,7 @@ async def _remove(settings: BusConfig, name: str) -> None:
                 field="name",
                 remedy="see `phaseloom model list`",
             )
-        await bus.keys.delete(Bucket.MODELS, name, stored.sequence)
+        await bus.keys.delete(Bucket.MODELS, to_token(name), stored.sequence)
 
 
 def _already_exists(name: str) -> CallerError:

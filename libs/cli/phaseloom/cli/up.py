@@ -17,16 +17,20 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from phaseloom.cli.extras import check_installed, missing
+from phaseloom.cli.fitting import footprints, nodes_for, what_fits
+from phaseloom.cli.hub import find_models
 from phaseloom.cli.meshconfig import MeshConfig, settings_of
 from phaseloom.cli.processes import api_key
 from phaseloom.cli.rundir import new_run_dir, run_to_resume
 from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.sizes import format_size
 from phaseloom.common.contract.specs import SchedulerSettings
-from phaseloom.common.process import config
+from phaseloom.common.process import config, machine
 from phaseloom.scheduler.core.policies.registry import check_policies
 
 CONSOLE_PORT = 8900
+GATEWAY_PORT = 8800
 _GATEWAY_PACKAGES = ("aiohttp", "transformers", "jinja2", "numpy")
 _CONSOLE_PACKAGES = ("aiohttp",)
 _WORKER_PACKAGES = ("torch", "transformers", "safetensors", "numpy", "psutil")
@@ -40,6 +44,7 @@ def _overriding(field: str, kind: type[Struct] = MeshConfig, *, unless: str = ""
 
 def up(
     *,
+    model: list[str] | None = None,
     mesh_file: Path | None = None,
     runs: Path = Path("runs"),
     placement: Annotated[str | None, _overriding("placement", SchedulerSettings)] = None,
@@ -61,10 +66,14 @@ def up(
 
     Parameters
     ----------
+    model
+        Model to serve and to train: ORG/NAME or ORG/NAME:REVISION of the Hugging Face Hub, which
+        is downloaded unless the local cache has it; NAME=DIR; or a directory. May be repeated.
+        The gateway then serves it at port 8800, or any free port.
     mesh_file
         TOML file with a table [mesh]: nodes, tenants, policies. Default: with --resume, the
-        settings of the earlier run; otherwise one emulated rollout device, one emulated train
-        device and the tenant `demo`.
+        settings of the earlier run; otherwise the tenant `demo`, one emulated rollout device and
+        one emulated train device, which together have half of the available memory.
     runs
         Directory in which each run gets a directory for its logs, spans, credentials and the
         NATS server's store.
@@ -92,6 +101,7 @@ def up(
         )
     earlier = run_to_resume(run, runs) if resume else None
     settings = load_settings(mesh_file, earlier, gateway)
+    settings = with_models(settings, model or [], mesh_file, earlier)
     settings.check()
     settings = with_policies(settings, placement, ordering, multiplexing, slo_percentile)
     settings = replace(
@@ -136,6 +146,31 @@ def load_settings(mesh_file: Path | None, earlier: Path | None, gateway: int = 0
     )
 
 
+def with_models(
+    settings: MeshConfig, models: list[str], mesh_file: Path | None, earlier: Path | None
+) -> MeshConfig:
+    """Return the settings with the models of the command line, and a gateway that serves them.
+
+    Unless the settings state nodes, these get the sizes that suit this machine and the models, or
+    those of the run to resume.
+
+    Raises: CallerError or ResourceError: a model cannot be had, or does not fit on this machine.
+    """
+    found = find_models(models, report=lambda line: print(line, flush=True))
+    settings = replace(settings, models={**settings.models, **found})
+    if found and not settings.gateway_port:
+        port = _free_port(GATEWAY_PORT, settings.console_port, _GATEWAY_PACKAGES)
+        # A missing package is reported where the ports are checked.
+        settings = replace(settings, gateway_port=port or GATEWAY_PORT)
+    if config.is_set("mesh", "nodes", mesh_file):
+        return settings
+    before = settings_of(earlier) if earlier is not None else None
+    if before is not None:
+        return replace(settings, nodes=before.nodes)
+    nodes = nodes_for(footprints(settings.models), machine.available_bytes())
+    return replace(settings, nodes=nodes)
+
+
 async def _up(settings: MeshConfig, run_dir: Path, *, accepts_loss: bool) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -152,6 +187,8 @@ async def _up(settings: MeshConfig, run_dir: Path, *, accepts_loss: bool) -> Non
 
 async def _announce(mesh: Mesh) -> None:
     print(f"starting the mesh in {mesh.run_dir}", flush=True)
+    for model in mesh.config.models:
+        print(f"{model}: reading and hashing its files", flush=True)
     await mesh.ready()
     print(greeting(mesh), flush=True)
 
@@ -173,6 +210,7 @@ def greeting(mesh: Mesh) -> str:
             f"the mesh is up: {nodes}; logs in {mesh.run_dir / 'logs'}",
             *blocks,
             *_gateway(mesh),
+            *_models(mesh),
             *_console(mesh),
             *_metrics(mesh),
             *_missing_packages(),
@@ -183,7 +221,7 @@ def greeting(mesh: Mesh) -> str:
 
 def _sizes(devices: list[int]) -> str:
     """Format the memory of a node's devices."""
-    return " + ".join(f"{num_bytes / 2**20:,.0f}" for num_bytes in devices) + " MiB"
+    return " + ".join(map(format_size, devices))
 
 
 def _gateway(mesh: Mesh) -> list[str]:
@@ -201,6 +239,23 @@ def _gateway(mesh: Mesh) -> list[str]:
     ]
 
 
+def _models(mesh: Mesh) -> list[str]:
+    """Describe what fits of each model, and how to chat with it."""
+    models, port = footprints(mesh.config.models), mesh.config.gateway_port
+    if not models:
+        return []
+    lines = [line for model in models for line in what_fits(model, mesh.config.nodes)]
+    if port:
+        key = api_key(next(iter(mesh.credentials.tenants.values())))
+        body = f'{{"model": "{models[0].name}", "max_tokens": 64, "messages": [{{"role": "user", '
+        lines += [
+            "to chat:",
+            f"curl -s http://127.0.0.1:{port}/v1/chat/completions -H 'Authorization: Bearer {key}' "
+            f"-H 'Content-Type: application/json' -d '{body}\"content\": \"What is 3 + 4?\"}}]}}'",
+        ]
+    return lines
+
+
 def _console(mesh: Mesh) -> list[str]:
     if not mesh.config.console_port:
         return []
@@ -210,12 +265,12 @@ def _console(mesh: Mesh) -> list[str]:
     ]
 
 
-def _free_port(preferred: int, excluded: int) -> int:
-    """Return `wanted` if it is free, otherwise another free port except `taken`.
+def _free_port(preferred: int, excluded: int, packages: tuple[str, ...] = _CONSOLE_PACKAGES) -> int:
+    """Return `preferred` if it is free, otherwise another free port except `excluded`.
 
-    Returns 0 if the packages of the console are not installed.
+    Returns 0 if packages that the port's service needs are not installed.
     """
-    if missing(_CONSOLE_PACKAGES):
+    if missing(packages):
         return 0
     for port in (0,) if preferred == excluded else (preferred, 0):
         # Without `reuse_port`, binding fails if another mesh's console uses the port.

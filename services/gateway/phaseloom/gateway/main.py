@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 
 from phaseloom.client import CallerError, connect
+from phaseloom.common.contract.sizes import Size
 from phaseloom.common.process import config, lifecycle
 from phaseloom.common.process.workers import WorkerPool
 from phaseloom.common.transport import connection
@@ -65,7 +66,7 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     rollout_pool: str = "rollout"
     train_backend: str = "fsdp"
     rollout_backend: str = "sampler"
-    scratch_bytes: int = 0
+    scratch_bytes: Size = 0
     """Bytes of device memory for vLLM's KV cache, in each sampler."""
     max_adapters: int = 8
     """Adapters that the sampler of a base keeps on its device."""

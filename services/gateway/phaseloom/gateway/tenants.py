@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from phaseloom.client import CallerError, Code
 from phaseloom.common.contract.codec import decode
-from phaseloom.common.contract.ids import is_name
+from phaseloom.common.contract.ids import from_token, is_model_name, to_token
 from phaseloom.common.contract.specs import RegisteredModel
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus
@@ -50,7 +50,8 @@ class Tenant:
 
     async def bases(self) -> list[RegisteredModel]:
         """Return the registered models, which can be trained and sampled."""
-        names = sorted(await self.bus.keys.names(Bucket.MODELS))
+        keys = await self.bus.keys.names(Bucket.MODELS)
+        names = sorted(from_token(key) for key in keys)
         models = [await self._registered(name) for name in names]
         return [model for model in models if model is not None]
 
@@ -75,9 +76,9 @@ class Tenant:
         return registered
 
     async def _registered(self, name: str) -> RegisteredModel | None:
-        if not is_name(name):
+        if not is_model_name(name):
             return None
-        stored = await self.bus.keys.get(Bucket.MODELS, name)
+        stored = await self.bus.keys.get(Bucket.MODELS, to_token(name))
         if stored is None:
             return None
         model: RegisteredModel = decode(stored.payload, RegisteredModel)

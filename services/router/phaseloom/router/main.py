@@ -14,6 +14,7 @@ from nats.js.errors import NotFoundError
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.ids import check_name
+from phaseloom.common.contract.sizes import Size
 from phaseloom.common.contract.tenantlimits import TenantLimits, check_bound, check_tenant_limits
 from phaseloom.common.observability import metrics
 from phaseloom.common.process import config, lifecycle
@@ -34,11 +35,11 @@ class RouterConfig(msgspec.Struct, frozen=True):
     """The tenants to serve. Each needs an account on the NATS server."""
     name: str = "router"
     """Name of this replica, shown in NATS's list of connections."""
-    ops_max_bytes: int = 1 << 30
+    ops_max_bytes: Size = 1 << 30
     """Maximum size of a tenant's operation stream. The server refuses to publish beyond it."""
     max_operations: int = Limits().max_operations
     """Maximum open operations of a tenant. One more is refused with a retry time. 0: no limit."""
-    max_bytes: int = Limits().max_bytes
+    max_bytes: Size = Limits().max_bytes
     """Maximum bytes of a tenant's stored operations; must be below `ops_max_bytes`. More is refused
     with a retry time. 0: no limit."""
     rate: float = Limits().rate

@@ -29,6 +29,7 @@ from phaseloom.common.contract.completions import decode_outcome
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import Completion
+from phaseloom.common.contract.sizes import Size
 from phaseloom.common.contract.specs import SCHEDULER_BOUNDS, SchedulerConfig, SchedulerSettings
 from phaseloom.common.contract.tenantlimits import check_tenant_limits
 from phaseloom.common.process import collector, config, lifecycle, slowdowns
@@ -69,7 +70,7 @@ class Config(SchedulerSettings, frozen=True, kw_only=True):
     state_secret: str = ""
     """The mesh's secret, which state managers know too. It signs the tickets by which they give
     weights versions to other nodes. Without it a version stays on the nodes of its policy."""
-    max_bytes: int = 960 * 2**20
+    max_bytes: Size = 960 * 2**20
     """The routers' bound on a tenant's stored bytes. From half of it on, outcomes older than 10
     minutes that no rebuild needs are deleted before `outcome_retention_s`. 0: no limit."""
     api_rate: float = 500.0

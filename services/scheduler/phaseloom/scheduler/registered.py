@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.errors import CallerError, Code
-from phaseloom.common.contract.ids import check_name
+from phaseloom.common.contract.ids import check_model_name, to_token
 from phaseloom.common.contract.specs import DeploymentSpec, JobSpec, ModelSpec, RegisteredModel
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus
@@ -31,7 +31,7 @@ def models_on(bus: Bus) -> ModelOf:
     """Return a lookup in the bus's bucket of models."""
 
     async def model_of(name: str) -> RegisteredModel | None:
-        stored = await bus.keys.get(Bucket.MODELS, name)
+        stored = await bus.keys.get(Bucket.MODELS, to_token(name))
         if stored is None:
             return None
         model: RegisteredModel = decode(stored.payload, RegisteredModel)
@@ -66,7 +66,7 @@ async def pin_deployment(spec: DeploymentSpec, model_of: ModelOf, field: str) ->
         _check_adapter(model, field)
     if not model.registered:
         return spec
-    check_name(model.registered, f"{field}.registered")
+    check_model_name(model.registered, f"{field}.registered")
     registered = await model_of(model.registered)
     if registered is None:
         raise CallerError(

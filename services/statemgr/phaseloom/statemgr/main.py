@@ -18,6 +18,7 @@ import msgspec
 
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.sizes import Size
 from phaseloom.common.contract.state_agent import DiskMethod
 from phaseloom.common.contract.state_rank import StateMessage
 from phaseloom.common.contract.tenantlimits import TenantLimits, check_tenant_limits
@@ -77,27 +78,27 @@ class StateManagerConfig(msgspec.Struct, frozen=True):
     state managers of different nodes know one another."""
     directory: str
     """Directory of the state files: seals, persisted weights versions, host copies on NVMe."""
-    devices: list[int]
+    devices: list[Size]
     """The bytes of managed state that each device may hold."""
-    host_memory_bytes: int
+    host_memory_bytes: Size
     """The budget of host memory in bytes: host copies, weights versions, seals and checkpoints'
     snapshots."""
     checkpoint_root: str = ""
     """The directory that holds `<tenant>/<job>/<deployment>/<checkpoint>`. It must be the same on
     all nodes if deployments that move are to find their checkpoints. Empty: no checkpoint can be
     saved or loaded."""
-    max_checkpoint_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    max_checkpoint_bytes: Annotated[Size, msgspec.Meta(ge=0)] | None = None
     """The most bytes of a tenant's checkpoints under `checkpoint_root`, including those being
     written and those that a deployment has loaded. 0: no limit; None: half of the file system."""
     tenant_limits: TenantLimits = msgspec.field(default_factory=dict)
     """Limits of single tenants that replace `max_checkpoint_bytes`."""
-    checkpoint_file_bytes: int = 5_000_000_000
+    checkpoint_file_bytes: Size = 5_000_000_000
     """The largest size of a checkpoint's files in bytes; a tensor that alone is larger has a larger
     file."""
     disk_method: DiskMethod = DiskMethod.DIRECT
     """How state files are written and read: `kvikio`, `direct` or `buffered`. If a test at start
     fails, the next simpler method is used, and the log and `phaseloom doctor` say why."""
-    nvme_bytes: int | None = None
+    nvme_bytes: Size | None = None
     """The budget of host copies on NVMe in bytes. 0: host copies stay in memory; None: as much as
     the disk takes. Seals and versions are not counted."""
     host: str = "127.0.0.1"

@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.sizes import Size
 from phaseloom.common.contract.specs import DeviceKind, Residency
 from phaseloom.common.process import machine
 from phaseloom.common.process.config import check_bounds
@@ -21,9 +22,9 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """Name of this node in the mesh."""
     pool: str
     """Kind of work that the node's devices are for: `rollout` or `train`."""
-    devices: list[int]
+    devices: list[Size]
     """Budget of each device for managed state, in bytes."""
-    host_memory_bytes: int
+    host_memory_bytes: Size
     """Budget of the state manager's host arena, in bytes."""
     state_socket: str
     """Unix socket of this node's state manager."""

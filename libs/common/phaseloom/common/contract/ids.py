@@ -22,6 +22,11 @@ _MAX_SEQ_DIGITS = 18
 SEQ_END = 10**_MAX_SEQ_DIGITS
 """Every `seq` is below this value."""
 _SEQ = re.compile(r"[1-9][0-9]{0,17}\Z")
+_MODEL_PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_MODEL_NAME = re.compile(rf"{_MODEL_PART}(/{_MODEL_PART})?(:{_MODEL_PART})?\Z")
+_MAX_MODEL_NAME = 128
+_UNESCAPED = re.compile(r"[^A-Za-z0-9_-]")
+_ESCAPE = re.compile(r"=([0-9A-F]{2})")
 _UNORDERED = re.compile(r"r[A-Za-z0-9]{1,63}\Z")
 
 
@@ -42,6 +47,43 @@ def check_name(name: str, field: str) -> str:
             remedy="use 1 to 64 letters, digits, '_' or '-', starting with a letter or digit",
         )
     return name
+
+
+def is_model_name(name: str) -> bool:
+    """Whether `check_model_name` accepts the name."""
+    is_short = len(name) <= _MAX_MODEL_NAME
+    return is_short and ".." not in name and _MODEL_NAME.match(name) is not None
+
+
+def check_model_name(name: str, field: str) -> str:
+    """Check the name of a registered model: a Hub id, such as `org/model` or `org/model:suffix`.
+
+    Returns: the name. Names that differ in case are different models.
+    Raises: CallerError.
+    """
+    if not is_model_name(name):
+        raise CallerError(
+            f"{name[:_MAX_MODEL_NAME]!r} is not a valid model name",
+            field=field,
+            remedy=f"use NAME, ORG/NAME or ORG/NAME:SUFFIX with at most {_MAX_MODEL_NAME} "
+            "characters; each part has letters, digits, '.', '_' or '-', starts with a letter or "
+            "digit, and never has '..'",
+        )
+    return name
+
+
+def to_token(name: str) -> str:
+    """Encode a model's name as one subject token, KV key and file name: `=2F` replaces `/`.
+
+    Letters, digits, `_` and `-` stay, so a name that `check_name` accepts is its own token.
+    Different names have different tokens.
+    """
+    return _UNESCAPED.sub(lambda match: f"={ord(match[0]):02X}", name)
+
+
+def from_token(token: str) -> str:
+    """Return the name that `to_token` has encoded."""
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 16)), token)
 
 
 class JobKey(msgspec.Struct, frozen=True, order=True):

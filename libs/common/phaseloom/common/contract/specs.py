@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from phaseloom.common.contract.sizes import Size
 from phaseloom.common.contract.tenantlimits import TenantLimits
 
 
@@ -297,7 +298,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     operation there, in seconds; 0: not at all."""
     speculative_switch_in: bool = True
     """Whether an idle device is prepared for an operation that is predicted but not there yet."""
-    seal_bytes: int = 128 * 2**20
+    seal_bytes: Size = 128 * 2**20
     """Seal a deployment once its mutating operations have brought this many payload bytes since its
     last seal."""
     seal_age_s: float = 600.0

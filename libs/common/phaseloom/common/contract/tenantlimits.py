@@ -11,8 +11,9 @@ import math
 from collections.abc import Mapping
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.sizes import Size
 
-TenantLimits = dict[str, dict[str, int | float]]
+TenantLimits = dict[str, dict[str, Size | float]]
 """Tenant → name of a bound → its value."""
 
 _RATES = ("rate", "api_rate")

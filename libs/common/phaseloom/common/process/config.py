@@ -17,11 +17,12 @@ from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.sizes import SIZE, parse_size
 
 PREFIX = "PHASELOOM_"
 FILE_VARIABLE = "PHASELOOM_CONFIG"
@@ -77,8 +78,10 @@ def load(
                 field=f"{prefix}{name.upper()}",
                 remedy=f"set {prefix}{name.upper()}, or {name} in [{section}] of {FILE_VARIABLE}",
             )
+    annotations = get_type_hints(kind, include_extras=True)
     for name, value in values.items():
         _check_finite(value, sources[name])
+        values[name] = _with_sizes(value, annotations[fields[name].name], sources[name])
     return _convert(kind, values, sources)
 
 
@@ -127,6 +130,18 @@ def is_configured(section: str, environ: Mapping[str, str] | None = None) -> boo
     environ = os.environ if environ is None else environ
     prefix = f"{PREFIX}{section.upper()}_"
     return bool(environ.get(FILE_VARIABLE)) or any(name.startswith(prefix) for name in environ)
+
+
+def is_set(
+    section: str, field: str, file: Path | None, environ: Mapping[str, str] | None = None
+) -> bool:
+    """Whether a file or the environment sets a field that `load` has read with these arguments."""
+    environ = os.environ if environ is None else environ
+    if f"{PREFIX}{section}_{field}".upper() in {name.upper() for name in environ}:
+        return True
+    if file is None and environ.get(FILE_VARIABLE):
+        file = Path(environ[FILE_VARIABLE])
+    return file is not None and field in _tables(file, FILE_VARIABLE).get(section, {})
 
 
 def inherited(environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -204,6 +219,31 @@ def _check_finite(value: Any, source: str) -> None:
         raise CallerError(
             f"{source} must be finite, got {value}", field=source, remedy="use a finite number"
         )
+
+
+def _with_sizes(value: Any, annotation: Any, source: str) -> Any:
+    """Return a value of a file or variable with bytes in place of texts such as `8GiB`.
+
+    Raises: CallerError: a text is not a size.
+    """
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        if SIZE not in annotation.__metadata__:
+            return _with_sizes(value, parts[0], source)
+        return parse_size(value, source) if isinstance(value, str) else value
+    if origin in {Union, UnionType}:
+        for part in parts:
+            value = _with_sizes(value, part, source)
+    elif origin is list and isinstance(value, list):
+        return [_with_sizes(item, parts[0], source) for item in value]
+    elif origin is dict and isinstance(value, dict):
+        return {key: _with_sizes(item, parts[1], f"{source}.{key}") for key, item in value.items()}
+    elif isinstance(value, dict) and isinstance(annotation, type(msgspec.Struct)):
+        hints = get_type_hints(annotation, include_extras=True)
+        return {
+            key: _with_sizes(item, hints.get(key), f"{source}.{key}") for key, item in value.items()
+        }
+    return value
 
 
 def _convert(kind: type[T], values: dict[str, Any], sources: dict[str, str]) -> T:

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from phaseloom.common.contract.errors import CallerError, Code
@@ -24,6 +25,47 @@ _PROBE_TIMEOUT_S = 60.0
 def memory_bytes() -> int:
     """Return the size of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the memory that new processes can use: what the machine has available, or less if a
+    control group of this process (version 1 or 2) leaves less."""
+    candidates = [memory_bytes()]
+    with suppress(OSError):
+        for line in (proc / "meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                candidates.append(1024 * int(line.split()[1]))
+    with suppress(OSError):
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number == "0":
+                root, names = cgroups, ("memory.max", "memory.current", "inactive_file ")
+            elif "memory" in controllers.split(","):
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file ")
+                root = cgroups / "memory"
+            else:
+                continue
+            # In a container, the path may be the host's, and only the root is visible.
+            group = Path(path.lstrip("/"))
+            for parent in (group, *group.parents):
+                candidates += _free_in_group(root / parent, *names)
+    return max(0, min(candidates))
+
+
+def _free_in_group(group: Path, limit: str, usage: str, cache: str) -> list[int]:
+    """Return the bytes that a control group may still use, or nothing if it has no limit.
+
+    Pages of files that nobody uses are counted as free, because the kernel takes them back.
+    """
+    with suppress(OSError, ValueError):  # there is no such group, or the limit is `max`
+        free = int((group / limit).read_text())
+        with suppress(OSError, ValueError):
+            free -= int((group / usage).read_text())
+            for line in (group / "memory.stat").read_text().splitlines():
+                if line.startswith(cache):
+                    free += int(line.split()[1])
+        return [free]
+    return []
 
 
 @functools.cache

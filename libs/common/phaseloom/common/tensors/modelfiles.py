@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from phaseloom.common.contract.configcheck import check_config, check_num_parameters
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
-from phaseloom.common.contract.ids import check_name
+from phaseloom.common.contract.ids import check_model_name
 from phaseloom.common.contract.specs import ModelDirectory, ModelFile, RegisteredModel
 from phaseloom.common.tensors.adapterfiles import ADAPTER_CONFIG_FILE
 from phaseloom.common.tensors.safetensors import (
@@ -45,7 +45,7 @@ MAX_CONFIG_BYTES = 2**19
 MAX_COMPANION_BYTES = 2**27
 """Largest tokenizer or other small file. The largest known tokenizer.json has 33 MB."""
 _TEMPLATES = "additional_chat_templates"
-_COMPANIONS = (
+COMPANIONS = (
     *(GENERATION_FILE, "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "chat_template*", "*.model", "*.tiktoken"),
     *("LICENSE*", "NOTICE*", "README.md", f"{_TEMPLATES}/*.jinja"),
@@ -67,7 +67,7 @@ def is_companion(name: str) -> bool:
     return (
         is_inside
         and not name.endswith(SUFFIX)
-        and any(fnmatch(name, pattern) for pattern in _COMPANIONS)
+        and any(fnmatch(name, pattern) for pattern in COMPANIONS)
     )
 
 
@@ -219,7 +219,7 @@ def read_model(name: str, directory: Path) -> RegisteredModel:
             INVALID_ARGUMENT: a file has invalid content.
     Cost:   reads every file once.
     """
-    check_name(name, "name")
+    check_model_name(name, "name")
     directory = directory.absolute()
     config, weights, entries = _read_directory(directory)
     with _readable():
