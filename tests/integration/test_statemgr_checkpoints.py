@@ -318,6 +318,9 @@ async def test_tensors_are_split_over_files_of_bounded_size(short_dir: Path) -> 
             "training-00002-of-00002.safetensors",
             "training.safetensors.index.json",
         }
+        (short_dir / "ordinary").touch()
+        modes = {path.stat().st_mode for path in place(d, "c").iterdir()}
+        assert modes == {(short_dir / "ordinary").stat().st_mode}  # as the umask says
         index = json.loads((place(d, "c") / "model.safetensors.index.json").read_text())
         assert index["weight_map"] == {
             "a.weight": "model-00001-of-00002.safetensors",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,9 @@ from phaseloom.common.contract.errors import CallerError, Code
 def new_directory(directory: Path) -> Iterator[Path]:
     """Yield a temporary path. It becomes `directory` if the block succeeds.
 
-    The block creates and fills the temporary path. If the block fails, nothing remains.
+    The block creates and fills the temporary path. If the block fails, nothing remains. All files
+    get the permissions that the umask allows: safetensors makes private files, and copies have the
+    permissions of their sources.
 
     Raises: CallerError: ALREADY_EXISTS: the directory exists; FAILED_PRECONDITION: it cannot be
                 created.
@@ -31,6 +34,7 @@ def new_directory(directory: Path) -> Iterator[Path]:
     try:
         # Fails now instead of after minutes of work if the directory cannot be created.
         partial.mkdir(parents=True)
+        mode = stat.S_IMODE(partial.stat().st_mode)
         partial.rmdir()
     except OSError as error:
         raise CallerError(
@@ -41,6 +45,8 @@ def new_directory(directory: Path) -> Iterator[Path]:
         ) from None
     try:
         yield partial
+        for path in (partial, *partial.rglob("*")):
+            path.chmod(mode if path.is_dir() else mode & 0o666)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

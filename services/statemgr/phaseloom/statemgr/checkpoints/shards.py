@@ -171,6 +171,7 @@ class _Writer:
         header, entries = lay_out(described, {"format": "pt"})
         end = entries[-1].end
         pieces = self._pieces(header, tensors, entries)
+        path.touch()  # with the permissions that the umask allows; `create` would make it private
         with contextlib.closing(self.disk.create(path, end)) as file:
             moves: list[Future[bytes]] = []
             try:
