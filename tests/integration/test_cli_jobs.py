@@ -48,6 +48,8 @@ async def test_jobs_are_listed_and_waiting_operations_explained(tmp_path: Path) 
             assert "demo.mine" in listed
             assert "train-0" in listed
             assert "g1" in listed, "where it is"
+            placed = await asyncio.to_thread(shown, explain, "demo.mine", run=run)
+            assert "policy on train-0: leaves and enters through host memory" in placed
             async with Wire.connected(mesh) as wire:
                 waiting = Operation("w", job.session, PublishWeights(), [After("policy", 9)])
                 await wire.send("mine.policy.11", waiting)

@@ -54,6 +54,9 @@ async def test_deployments_larger_than_host_memory_share_a_device(short_dir: Pat
             contents[key] = rank.run(seq)
             report = await d.agent.status()
             assert report.host_used_bytes == 0
+            for state in report.deployments:
+                assert "leaves straight between the device and NVMe, enters straight" in state.way
+                assert f"{SIZE} bytes, host memory has {HOST} bytes free" in state.way
             assert (await tiers(d))[leaving] == "nvme"
         await d.agent.switch_out(OTHER, 1, 5)
         assert (await d.agent.status()).device_used_bytes == [0]
@@ -77,6 +80,8 @@ async def test_heap_goes_through_host_memory_once_that_has_room(short_dir: Path)
         assert names(d) == []
         await d.agent.switch_in(POLICY, 1, 5, [])
         assert policy.digest() == content
+        (state,) = (await d.agent.status()).deployments
+        assert state.way == "leaves and enters through host memory"
 
 
 async def test_ranks_of_one_deployment_go_straight_where_they_do_not_fit(short_dir: Path) -> None:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from itertools import groupby
 from pathlib import Path
@@ -29,12 +30,13 @@ from phaseloom.common.contract.ids import JobKey, check_name, parse_operation_ke
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import BusConfig
-from phaseloom.common.transport.services import call_api, call_node_api
+from phaseloom.common.transport.services import call_api, call_node_api, node_report
 
 T = TypeVar("T")
 
 _UNKNOWN = "–"
 _DRAIN_POLL_S = 0.2
+_REPORT_TIMEOUT_S = 2.0
 
 
 def jobs(*, run: Path | None = None, profile: bool = False, console: Console | None = None) -> None:
@@ -67,8 +69,7 @@ def explain(what: str, *, run: Path | None = None, console: Console | None = Non
     settings = bus_config(run)
     if what.count(".") < len(JobKey.__struct_fields__):
         key = _parse_job(what)
-        status = _call(settings, key.tenant, "job.status", api.JobRequest(key.job), api.JobStatus)
-        description = describe_job(key, uvloop.run(status))
+        description = uvloop.run(_explained(settings, key))
     else:
         operation = parse_operation_key(what)
         request = api.OperationRequest(operation.job, operation.deployment, operation.slot)
@@ -151,6 +152,28 @@ def _end_job(key: JobKey, call: str, run: Path | None, console: Console | None) 
 async def _call(settings: BusConfig, tenant: str, call: str, request: object, kind: type[T]) -> T:
     async with open_bus(settings, "jobs") as bus:
         return await call_api(bus.client, tenant, call, request, kind)
+
+
+async def _explained(settings: BusConfig, key: JobKey) -> str:
+    async with open_bus(settings, "jobs") as bus:
+        request = api.JobRequest(key.job)
+        status = await call_api(bus.client, key.tenant, "job.status", request, api.JobStatus)
+        nodes = sorted({d.node for d in status.deployments if d.node and not status.has_ended})
+        ways = await asyncio.gather(*(_ways(bus, key, node) for node in nodes))
+    return "\n".join([describe_job(key, status), *itertools.chain(*ways)])
+
+
+async def _ways(bus: Bus, key: JobKey, node: str) -> list[str]:
+    """Describe how the job's state moves on a node; nothing if the node does not tell."""
+    try:
+        report = await node_report(bus.client, node, timeout_s=_REPORT_TIMEOUT_S)
+    except PhaseloomError:
+        return []
+    return [
+        f"  {state.deployment.deployment} on {node}: {state.way}"
+        for state in report.deployments
+        if state.deployment.job_key == key and state.way
+    ]
 
 
 async def _jobs(settings: BusConfig, profile: bool, console: Console) -> None:

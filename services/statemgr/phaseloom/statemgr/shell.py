@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from phaseloom.common.contract import checkpoints, state_agent, state_rank
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.state_rank import Done, StateMessage
@@ -420,7 +422,10 @@ class StateManager:
             device_used_bytes=[residency.device_used_bytes(d) for d in range(len(budgets))],
             host_budget_bytes=memory.budget_bytes,
             host_used_bytes=memory.used_bytes,
-            deployments=residency.deployments(),
+            deployments=[
+                replace(state, way=self._parts.tiering.describe_way(wpg))
+                for state, wpg in zip(residency.deployments(), residency.alive(), strict=True)
+            ],
             versions=records.versions.committed(),
             endpoint=self._parts.home.endpoint,
             disk=self._parts.disk,

@@ -233,6 +233,8 @@ class DeploymentState(msgspec.Struct, frozen=True):
     it too."""
     dirty_bytes: int = 0
     """The part of `host_bytes` that has been offloaded but whose digest is not computed yet."""
+    way: str = ""
+    """For people: the way between the devices and NVMe, and the sizes and room that decide it."""
 
 
 class SharedCopyState(msgspec.Struct, frozen=True):

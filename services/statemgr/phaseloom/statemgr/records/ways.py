@@ -39,3 +39,9 @@ class Room:
         if needs_host or num_bytes <= host_bytes or num_bytes > self.nvme_bytes:
             return Way.HOST
         return Way.STRAIGHT
+
+    def __str__(self) -> str:
+        return (
+            f"host memory has {self.free_bytes} bytes free and can free {self.makeable_bytes}, "
+            f"NVMe has {self.nvme_bytes} bytes"
+        )

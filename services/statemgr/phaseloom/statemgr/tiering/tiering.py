@@ -164,6 +164,20 @@ class Tiering:
             rounded(rank.extent_bytes), is_leaving=is_leaving, needs_host=needs_host
         )
 
+    def describe_way(self, wpg: Wpg) -> str:
+        """Describe the way of the first rank that would go straight now, for people."""
+        for rank in wpg.ranks:
+            if rank.is_below or not rank.has_memory:
+                leaving, entering = (
+                    self.way_of(rank, is_leaving=is_leaving) for is_leaving in (True, False)
+                )
+                if Way.STRAIGHT in {leaving, entering}:
+                    return (
+                        f"leaves {leaving}, enters {entering}: its copy has {rank.extent_bytes} "
+                        f"bytes, {self.room(rank)}"
+                    )
+        return f"leaves and enters {Way.HOST}" if wpg.heap_bytes else ""
+
     def room(self, rank: Rank) -> Room:
         leaving = {*self._victims(-math.inf), *self._going_down()}
         used_bytes = self.copies.records.nvme_used_bytes() - rank.is_below * rank.copy_bytes
