@@ -295,6 +295,14 @@ async def test_archive_is_whole_whatever_becomes_of_the_checkpoint(short_dir: Pa
         content = await archived(d, opened.archive, opened.num_bytes)
         assert isinstance(first, ArchiveRead)
         assert content.startswith(first.content)
+        offsets = range(0, opened.num_bytes, max(1, opened.num_bytes // 7))
+        parts = await asyncio.gather(
+            *(d.agent.checkpoints(ReadArchivePart("acme", opened.archive, at)) for at in offsets)
+        )
+        for at, part in zip(offsets, parts, strict=True):
+            assert isinstance(part, ArchiveRead)
+            assert part.content
+            assert content[at:].startswith(part.content), "readers do not disturb each other"
         with tarfile.open(fileobj=io.BytesIO(content)) as tar:
             read = {member.name: tar.extractfile(member) for member in tar.getmembers()}
             assert {name: file.read() for name, file in read.items() if file} == {

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
+import aiofiles
 import uvloop
 from rich.console import Console
 from rich.table import Table
@@ -200,14 +201,14 @@ async def _download(
     async with open_bus(settings, "checkpoints") as bus:
         opened = await _request(bus, tenant, "checkpoint.archive", request, api.OpenedArchive)
         try:
-            with part.open("wb") as target:
+            async with aiofiles.open(part, "wb") as target:
                 offset = 0
                 while offset < opened.num_bytes:
                     read_request = api.ReadArchive(opened.archive, offset)
                     read = await _request(
                         bus, tenant, "checkpoint.read", read_request, api.ArchivePart
                     )
-                    target.write(read.content)
+                    await target.write(read.content)
                     offset += len(read.content)
             part.rename(file)
         except OSError as error:

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import aiofiles
+
 from phaseloom.common.contract.api import SavedCheckpoint
 from phaseloom.common.contract.checkpoints import (
     ArchiveOpened,
@@ -202,10 +204,13 @@ class _Piece:
     num_bytes: int
     source: bytes | int
 
-    def read(self, offset: int, num_bytes: int) -> bytes:
+    async def read(self, offset: int, num_bytes: int) -> bytes:
         if isinstance(self.source, bytes):
             return self.source[offset : offset + num_bytes]
-        return os.pread(self.source, num_bytes, offset)
+        # Opened again, because each reader needs a position of its own.
+        async with aiofiles.open(f"/proc/self/fd/{self.source}", "rb", buffering=0) as file:
+            await file.seek(offset)
+            return await file.read(num_bytes)
 
 
 @dataclass(slots=True)
@@ -220,8 +225,8 @@ class _Archive:
     def num_bytes(self) -> int:
         return self.pieces[-1].start + self.pieces[-1].num_bytes
 
-    def read(self, offset: int) -> bytes:
-        """The bytes from an offset on. Blocking. Raises: OSError, EOFError."""
+    async def read(self, offset: int) -> bytes:
+        """The bytes from an offset on. Raises: OSError, EOFError."""
         parts: list[bytes] = []
         remaining = min(PART_BYTES, self.num_bytes - offset)
         number = bisect_right(self.pieces, offset, key=lambda piece: piece.start) - 1
@@ -231,7 +236,7 @@ class _Archive:
             if within == piece.num_bytes:
                 number += 1
                 continue
-            part = piece.read(within, min(remaining, piece.num_bytes - within))
+            part = await piece.read(within, min(remaining, piece.num_bytes - within))
             if not part:
                 raise EOFError
             parts.append(part)
@@ -301,7 +306,7 @@ class Archives:
             )
         archive.num_readers += 1
         try:
-            return ArchiveRead(await asyncio.to_thread(archive.read, request.offset))
+            return ArchiveRead(await archive.read(request.offset))
         except (OSError, EOFError) as error:
             raise ResourceError(f"the archive cannot be read: {error!r}") from error
         finally:
