@@ -6,8 +6,10 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from phaseloom import client as phaseloom
@@ -661,13 +663,54 @@ async def test_job_that_exists_is_not_submitted_again(nats_server: EmbeddedServe
             job.deployment("critic")
 
 
-async def test_connect_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connect_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for name in ("URL", "TENANT", "PASSWORD"):
         monkeypatch.delenv(f"PHASELOOM_{name}", raising=False)
     with pytest.raises(CallerError) as missing:
         async with connect():
             pass
-    assert missing.value.info.remedy == "pass url= or set PHASELOOM_URL"
+    assert (missing.value.info.remedy or "").startswith("pass url= or set PHASELOOM_URL")
+
+
+@pytest.mark.parametrize("is_latest", [True, False])
+async def test_connect_finds_the_mesh_of_its_directory(
+    nats_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_latest: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("URL", "TENANT", "PASSWORD"):
+        monkeypatch.delenv(f"PHASELOOM_{name}", raising=False)
+    run_dir = tmp_path / "runs" / "20260101-000000"
+    run_dir.mkdir(parents=True)
+    (run_dir / "mesh.json").touch()
+    known = nats_server.credentials
+    several = msgspec.structs.replace(known, tenants=known.tenants | {"zeta": "word"})
+    (run_dir / "credentials.json").write_bytes(msgspec.json.encode(several))
+    if is_latest:
+        (tmp_path / "runs/latest").symlink_to(run_dir.name)
+    tenants = ", ".join(sorted(several.tenants))
+    with pytest.raises(CallerError, match=f"{len(several.tenants)} tenants") as refused:
+        async with connect():
+            pass
+    assert refused.value.info.field == "PHASELOOM_TENANT"
+    assert tenants in (refused.value.info.remedy or "")
+    monkeypatch.setenv("PHASELOOM_TENANT", TENANT)
+    async with connect():
+        pass
+    with pytest.raises(CallerError, match="no tenant 'nobody'"):
+        async with connect(tenant="nobody"):
+            pass
+    only = {TENANT: known.tenants[TENANT]}
+    alone = msgspec.structs.replace(known, tenants=only)
+    (run_dir / "credentials.json").write_bytes(msgspec.json.encode(alone))
+    monkeypatch.delenv("PHASELOOM_TENANT")
+    async with connect():
+        pass
+    with pytest.raises(CallerError, match="PHASELOOM_PASSWORD is missing"):
+        async with connect(url=known.url, tenant=TENANT):
+            pass
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """`phaseloom accounts` creates passwords for a mesh whose services you start yourself.
 
-`phaseloom up` does not need this command: it creates new passwords for each run. The command writes
+`phaseloom up` does not need this command: it creates passwords by itself. The command writes
 one directory with the settings of the NATS server and of each service. Shells and systemd can read
 the `.env` files:
 
@@ -32,6 +32,7 @@ from phaseloom.common.transport.natsserver import (
     SYNCED,
     Credentials,
     check_tenant,
+    configuration_text,
 )
 from phaseloom.common.transport.natsserver import (
     accounts as nats_accounts,
@@ -102,7 +103,7 @@ def make_accounts(directory: Path, tenants: tuple[str, ...], url: str) -> Creden
     )
     secret, operator = (_secret_in(directory / name) for name in (_STATE_SECRET, _OPERATOR_KEY))
     _write(directory / _CREDENTIALS, msgspec.json.format(msgspec.json.encode(credentials)).decode())
-    _write(directory / "nats.conf", json.dumps(_server(credentials, port), indent=2))
+    _write(directory / "nats.conf", configuration_text(_server(credentials, port)))
     for name, variables in _services(credentials, secret, operator).items():
         _write(directory / f"{name}.env", _lines(variables))
     (directory / "tenants").mkdir(exist_ok=True)

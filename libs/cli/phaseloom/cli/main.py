@@ -12,6 +12,7 @@ from phaseloom.common.contract.errors import PhaseloomError
 _COMMANDS = {
     "up:up": "Run a mesh on this machine until Ctrl-C: a NATS server and all services.",
     "phaseloom.demo.command:demo": "Train two GRPO jobs that share a mesh of two devices.",
+    "env:env": "Print the variables that connect a shell to the running mesh.",
     "doctor:doctor": "Check that this machine and its NATS server can run a mesh.",
     "backup:backup": "Back up a run to a new directory, even while its mesh runs.",
     "backup:restore": "Restore a backup into a new run directory.",

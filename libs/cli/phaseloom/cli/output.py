@@ -1,7 +1,8 @@
-"""Printing of tables to a terminal, a file or a pipe."""
+"""Printing of tables and JSON to a terminal, a file or a pipe."""
 
 from __future__ import annotations
 
+import msgspec
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
 
@@ -16,3 +17,9 @@ def print_whole(console: Console, shown: RenderableType) -> None:
         unbounded = console.options.update(width=_UNBOUNDED, max_width=_UNBOUNDED)
         console.width = max(console.width, Measurement.get(console, unbounded, shown).maximum)
     console.print(shown)
+
+
+def print_json(*values: object) -> None:
+    """Print each value as one line of JSON, the form of every command's `--json`."""
+    for value in values:
+        print(msgspec.json.encode(value).decode())

@@ -160,6 +160,11 @@ def console_key(password: str) -> str:
     return hashlib.blake2b(password.encode(), digest_size=18, person=b"console").hexdigest()
 
 
+def console_url(port: int, password: str) -> str:
+    """Return the address of the console's page, with the key of a tenant or the operator."""
+    return f"http://127.0.0.1:{port}/?key={console_key(password)}"
+
+
 def _console(config: MeshConfig, credentials: Credentials) -> ChildSpec:
     settings = {
         "PORT": config.console_port,

@@ -13,9 +13,10 @@ import uvloop
 from rich.console import Console
 
 from phaseloom.cli.recorder import Recorded, read_events
-from phaseloom.cli.rundir import RUNS, bus_config, find_run, open_bus
+from phaseloom.cli.rundir import bus_config, find_run, open_bus
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.transport.connection import BusConfig
+from phaseloom.common.transport.localrun import RUNS
 from phaseloom.console.core.view import View
 from phaseloom.console.core.wire import Replay
 from phaseloom.console.page import write_replay

