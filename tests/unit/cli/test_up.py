@@ -23,7 +23,11 @@ def test_policies_are_chosen_by_name() -> None:
 
 @pytest.mark.parametrize(
     ("placement", "ordering", "field", "known"),
-    [("packed", None, "placement", "pack"), (None, "first", "ordering", "hrrs")],
+    [
+        ("packed", None, "placement", "pack"),
+        (None, "first", "ordering", "hrrs"),
+        (None, "hrrs_anticipatory", "ordering", "--ordering hold"),
+    ],
 )
 def test_policy_that_there_is_not_is_refused_with_those_that_there_are(
     placement: str | None, ordering: str | None, field: str, known: str

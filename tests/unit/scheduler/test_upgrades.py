@@ -7,12 +7,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from phaseloom.common.contract.errors import Code, InternalError, ResourceError
+from phaseloom.common.contract.events import SchedulerConfigured
+from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.state.tree import CORE_VERSION
 from phaseloom.scheduler.core.state.upgrades import UPGRADES, unchanged, upgrade
-from tests.support.world import World
+from tests.support.world import CONFIG, World
 
 PRESENT = 7
 """The core version that the tests of snapshots pretend to have: there is one before it."""
@@ -24,9 +27,9 @@ def present(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phaseloom.scheduler.core.core.CORE_VERSION", PRESENT)
 
 
-def running() -> Core:
+def running(config: SchedulerConfig = CONFIG) -> Core:
     """A core in the middle of a job's work."""
-    world = World()
+    world = World(config=config)
     world.submit("a")
     world.run()
     for seq in range(1, 6):
@@ -99,6 +102,24 @@ def test_wrong_upgrade_is_our_error() -> None:
     payload = snapshot(running(), OLDER, unchanged)
     with pytest.raises(InternalError, match="gives an invalid state"):
         Core.restore(payload, led_since=0, upgrades={OLDER: spoil})
+
+
+def test_log_and_snapshot_with_a_replaced_ordering_continue_with_its_replacement() -> None:
+    core = running(replace(CONFIG, ordering="hold"))
+
+    def older(tree: dict[str, Any]) -> None:
+        assert tree["config"]["ordering"] == "hold"
+        tree["config"]["ordering"] = "hrrs_anticipatory"
+
+    restored = Core.restore(snapshot(core, CORE_VERSION, older))
+    assert restored.state == core.state
+    assert core.state.config is not None
+    stored = msgspec.json.encode(SchedulerConfigured(core.state.config))
+    entry = stored.replace(b'"hold"', b'"hrrs_anticipatory"')
+    assert entry != stored
+    event = msgspec.json.decode(entry, type=SchedulerConfigured)
+    restored.step(restored.state.sequence + 1, restored.state.now_s, event)
+    assert restored.state.config == core.state.config
 
 
 def test_upgrades_are_made_one_version_at_a_time() -> None:

@@ -349,6 +349,10 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether observed slowdowns that are worse than the table's replace them."""
 
 
+REPLACED_ORDERINGS: Mapping[str, str] = {"hrrs_anticipatory": "hold"}
+"""Ordering policy of an older version → the policy that has replaced it."""
+
+
 class SchedulerConfig(SchedulerSettings, frozen=True, kw_only=True):
     """The scheduler's settings in the decision log: its first entry, and a new one at each
     change."""
@@ -369,6 +373,11 @@ class SchedulerConfig(SchedulerSettings, frozen=True, kw_only=True):
     max_ranks: int = 0
     max_names: int = 0
     max_versions: int = 0
+
+    def __post_init__(self) -> None:
+        # Entries and snapshots of older versions may name a policy that has been replaced.
+        ordering = REPLACED_ORDERINGS.get(self.ordering, self.ordering)
+        msgspec.structs.force_setattr(self, "ordering", ordering)
 
     @classmethod
     def of(cls, settings: SchedulerSettings) -> SchedulerConfig:

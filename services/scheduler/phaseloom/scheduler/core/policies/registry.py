@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.specs import REPLACED_ORDERINGS
 from phaseloom.scheduler.core.policies.baselines.ordering.fifo_lock import fifo_lock
 from phaseloom.scheduler.core.policies.baselines.ordering.hrrn import hrrn
 from phaseloom.scheduler.core.policies.baselines.ordering.hrrs_literal import hrrs_literal
@@ -99,5 +100,8 @@ def check_policies(
             raise CallerError(
                 f"unknown {kind} policy {name!r}",
                 field=f"{section}{kind}",
-                remedy=f"choose one of: {', '.join(sorted(registered))}",
+                remedy=f"use {REPLACED_ORDERINGS[name]}, which has replaced it; when a run is "
+                f"resumed with its stored settings, add --ordering {REPLACED_ORDERINGS[name]}"
+                if kind == "ordering" and name in REPLACED_ORDERINGS
+                else f"choose one of: {', '.join(sorted(registered))}",
             )
