@@ -138,17 +138,32 @@ def mix_of(
 
 @st.composite
 def mixes(draw: st.DrawFn) -> Mix:
-    num_nodes, num_devices = draw(st.integers(1, 4)), draw(st.integers(1, 2))
-    seconds = st.floats(1.0, 8.0).map(lambda s: round(s, 2))
+    """Three or four jobs on two train nodes, one on the train node that these share, and perhaps
+    any other job. If claims went before older work, the one on the shared node would starve."""
+    num_devices = draw(st.integers(1, 2))
+    short, long = (
+        st.floats(*bounds).map(lambda s: round(s, 2)) for bounds in ((1.5, 2.5), (5.0, 8.0))
+    )
+    nodes = st.integers(0, 3)
     jobs = {}
-    for name in (f"j{index}" for index in range(draw(st.integers(2, 7)))):
-        on = st.lists(st.integers(0, num_nodes - 1), min_size=1, max_size=3, unique=True)
-        phases = [Phase(ROLLOUT, draw(seconds)), Phase(TRAIN, draw(seconds))]
-        if draw(st.booleans()):
-            phases.insert(1, Phase(TRAIN, draw(seconds), kind="forward_backward"))
+    for index in range(draw(st.sampled_from([4, 3]))):
+        phases = [Phase(ROLLOUT, draw(short)), Phase(TRAIN, draw(long))]
+        on = {ROLLOUT: [index], TRAIN: [0, 1 + index % 2]}
+        jobs[f"wide{index}"] = (phases, on, num_devices)
+    phases = [Phase(ROLLOUT, draw(short)), Phase(TRAIN, draw(short))]
+    if draw(st.booleans()):
+        phases.append(Phase(TRAIN, draw(short), kind="forward_backward"))
+    jobs["narrow"] = (
+        phases,
+        {ROLLOUT: [draw(nodes)], TRAIN: [0]},
+        draw(st.integers(1, num_devices)),
+    )
+    if draw(st.booleans()):
+        several = st.lists(nodes, min_size=1, max_size=3, unique=True)
+        phases = [Phase(ROLLOUT, draw(long)), Phase(TRAIN, draw(short))]
         num_used = draw(st.integers(1, num_devices))
-        jobs[name] = (phases, {ROLLOUT: draw(on), TRAIN: draw(on)}, num_used)
-    return mix_of(jobs, draw(st.sampled_from([0.0, 0.3, 2.0])), num_devices)
+        jobs["other"] = (phases, {ROLLOUT: draw(several), TRAIN: draw(several)}, num_used)
+    return mix_of(jobs, draw(st.sampled_from([2.0, 0.3, 0.0])), num_devices)
 
 
 @pytest.mark.parametrize("ordering", IN_TURNS + BY_RATIO)
