@@ -16,7 +16,13 @@ import msgspec
 from loadtest.papers.scenarios.pictures import lines
 from loadtest.papers.scenarios.report import at_least, mean_of
 from loadtest.papers.scenarios.scenario import Bound, Options, Scenario
-from loadtest.papers.scenarios.weaving import MAX_GROUP_JOBS, colocated, compared, measured
+from loadtest.papers.scenarios.weaving import (
+    LIVE_POLICIES,
+    MAX_GROUP_JOBS,
+    colocated,
+    compared,
+    measured,
+)
 from loadtest.papers.workloads.weave import PRODUCTION_JOBS, production
 from phaseloom.simulator.comparison.clusters import SWITCHING
 from phaseloom.simulator.comparison.pictures import bars, canvas
@@ -24,7 +30,7 @@ from phaseloom.simulator.comparison.report import Published, Record, Report
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, SimJob
 
 NUM_JOBS = PRODUCTION_JOBS
-_POLICIES = ("coexec", "coexec_repack", "solo", "colocated")
+_POLICIES = ("coexec", "coexec_repack", *LIVE_POLICIES, "solo", "colocated")
 _SEEDS = (0,)
 _PAPER_COST = {"solo": 1.84, "colocated": 1.38}
 """Dollars of the baseline over WEAVE's."""
@@ -92,7 +98,7 @@ def _run(options: Options) -> Report:
 def _published(records: list[Record]) -> list[Published]:
     of = {policy: [r for r in records if r.policy == policy] for policy in _POLICIES}
     rows = []
-    for ours in ("coexec", "coexec_repack"):
+    for ours in ("coexec", *LIVE_POLICIES):
         if not of[ours]:
             continue
         for baseline, paper in _PAPER_COST.items():

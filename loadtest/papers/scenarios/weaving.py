@@ -28,8 +28,9 @@ from loadtest.papers.scenarios.scenario import Bound, Options
 from phaseloom.simulator.comparison.cases import Case, ProgressReporter
 from phaseloom.simulator.comparison.clusters import (
     HOST_BYTES,
+    LIVE,
     ample,
-    config,
+    config_of,
     planned_switch_s,
     record_of,
     run,
@@ -47,7 +48,9 @@ ORDERINGS = {
     "solo": "fcfs",
     "colocated": "fcfs",
 }
-POLICIES = ("coexec", "coexec_repack", "random", "most_idle", "solo")
+LIVE_POLICIES = (f"coexec{LIVE}", f"coexec_repack{LIVE}")
+"""Placement policies in the configuration of a mesh, with the ordering that they depend on."""
+POLICIES = ("coexec", "coexec_repack", *LIVE_POLICIES, "random", "most_idle", "solo")
 MAX_GROUP_JOBS = 5
 EFFORT = 0.2
 """The effort of the optimum's solver, in its deterministic seconds, which take about as many real
@@ -73,11 +76,16 @@ def measured(
     bound: Bound = Bound.SOLO,
     slo_percentile: float = 0.0,
 ) -> tuple[Record, Result]:
-    """Run a workload under a policy. With `Bound.REGROUPING`, compare its cost with the optimum of
-    the jobs present, if that is found."""
-    settings = config(
-        policy,
-        ORDERINGS[policy],
+    """Run a workload under a policy.
+
+    With `Bound.REGROUPING`, compare its cost with the optimum of the jobs present, if it is found.
+
+    Args: policy: a placement policy, followed by `LIVE` if the configuration is that of a mesh.
+    """
+    placement = policy.removesuffix(LIVE)
+    settings = config_of(
+        ORDERINGS[placement] + policy.removeprefix(placement),
+        placement,
         max_group_jobs=max_group_jobs,
         switch_s=planned_switch_s(jobs),
         slo_percentile=slo_percentile,
