@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from pathlib import Path
@@ -804,16 +806,23 @@ async def _fail(job: MeshJob, way: str) -> None:
         await job.finish(failed=True)
 
 
-async def test_lost_connection_is_reported_within_seconds_and_so_is_its_return(
-    nats_server: EmbeddedServer, bus: Bus, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGSTOP])
+async def test_silent_server_is_reported_within_seconds_and_so_is_its_return(
+    stop: signal.Signals, nats_server: EmbeddedServer, bus: Bus, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Router(bus).running([TENANT]), Leader(bus).running(), connected(nats_server) as mesh:
         await mesh.submit_job("sums", SPECS)
-        await nats_server.kill()
+        if stop is signal.SIGKILL:
+            await nats_server.kill()
+        else:
+            os.kill(nats_server.pid, stop)
         async with asyncio.timeout(5):
             while "the mesh has not answered" not in caplog.text:
                 await asyncio.sleep(0.02)
-        await nats_server.start()
+        if stop is signal.SIGKILL:
+            await nats_server.start()
+        else:
+            os.kill(nats_server.pid, signal.SIGCONT)
         async with asyncio.timeout(60):
             while "the mesh answers again" not in caplog.text:
                 await asyncio.sleep(0.02)

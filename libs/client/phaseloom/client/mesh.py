@@ -71,7 +71,8 @@ _CREDENTIALS = (
 )
 _BEATS_PER_LEASE = 3
 _BEAT_RETRY_S = 1.0
-_CONNECTION_CHECK_S = 0.5
+_CONNECTION_CHECK_S = 1.0
+_PING_S = 2.0
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 0.5
 _FIRST_NOTICE_AFTER_S = 3.0
@@ -608,10 +609,11 @@ class Mesh:
 
         Requests would learn of it later, from their timeouts.
         """
-        while not self._client.is_closed:
+        while True:
             await asyncio.sleep(_CONNECTION_CHECK_S)
-            if not self._client.is_connected:
-                self._contact.silent("there is no connection to its NATS server")
+            begun_s = time.monotonic()
+            if not await self._client.is_answering(_PING_S):
+                self._contact.silent("no answer from its NATS server", begun_s)
 
     def reconnected(self) -> None:
         self._contact.answered()

@@ -246,6 +246,18 @@ class MeshClient(Client):
 
     # --- the connection -----------------------------------------------------------------------
 
+    async def is_answering(self, within_s: float) -> bool:
+        """Return whether there is a connection, and the server answers a ping in time.
+
+        nats-py's `flush` would break the connection if the answer came later.
+        """
+        if not self.is_connected:
+            return False
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        await self._send_ping(answer)
+        await asyncio.wait([answer], timeout=within_s)
+        return answer.done()
+
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
         # The answer to a ping confirms everything sent before it, but nats-py would write the ping
         # before the commands that wait for its flushing task.
