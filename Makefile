@@ -17,6 +17,7 @@ KVIKIO_VENV := .venv-kvikio
 OLD_SDK_VENV := .venv-tinker-old
 COOKBOOK_VENV := .venv-cookbook
 TRL_VENV := .venv-trl
+TRACKERS_VENV := .venv-trackers
 REASONING_GYM := reasoning-gym>=0.1.25,<0.2
 
 SCENARIOS := plexrl-fig7b plexrl-fig8 plexrl-hrrs plexrl-relaxation weave-fig14 weave-fig15 weave-rivals weave-table5 weave-drift weave-jitter weave-punctual weave-failure weave-micro weave-tails \
@@ -132,8 +133,8 @@ test-kvikio: $(KVIKIO_VENV)/.test
 		$(TESTS_statemgr) tests/unit/worker/state $(ARGS)
 
 ## test-sdks: programs that others wrote, on the gateway's APIs, in environments that this makes
-test-sdks: $(VENV)/.test $(OLD_SDK_VENV)/.test $(COOKBOOK_VENV)/.test $(TRL_VENV)/.test
-	$(BIN)/pytest -m sdks tests/integration/gateway $(ARGS)
+test-sdks: $(VENV)/.test $(OLD_SDK_VENV)/.test $(COOKBOOK_VENV)/.test $(TRL_VENV)/.test $(TRACKERS_VENV)/.test
+	$(BIN)/pytest -m sdks tests/integration/gateway tests/unit/client $(ARGS)
 
 ## lint: style, formatting, types
 lint: $(VENV)/.test
@@ -229,7 +230,7 @@ console:
 
 ## clean: remove the environments; runs/ stays
 clean:
-	rm -rf $(VENV) $(PEERS) $(VLLM_VENV) $(MEGATRON_VENV) $(KVIKIO_VENV) $(OLD_SDK_VENV) $(COOKBOOK_VENV) $(TRL_VENV)
+	rm -rf $(VENV) $(PEERS) $(VLLM_VENV) $(MEGATRON_VENV) $(KVIKIO_VENV) $(OLD_SDK_VENV) $(COOKBOOK_VENV) $(TRL_VENV) $(TRACKERS_VENV)
 
 # reasoning-gym comes without its requirement pycosat, which would need a C compiler and which our
 # tasks do not use; its other requirements are in the extra demo-base.
@@ -294,6 +295,11 @@ $(COOKBOOK_VENV)/.test: | $(BIN)/python
 	$(PYTHON) -m venv $(COOKBOOK_VENV)
 	$(COOKBOOK_VENV)/bin/pip install $(PIP_ARGS) -q "tinker==0.38.0" "tinker-cookbook==0.5.8" \
 		sympy pylatexenc math-verify torch==2.13.0
+	@touch $@
+
+$(TRACKERS_VENV)/.test: pyproject.toml | $(BIN)/python
+	$(PYTHON) -m venv $(TRACKERS_VENV)
+	$(TRACKERS_VENV)/bin/pip install $(PIP_ARGS) -q -e ".[trackers]"
 	@touch $@
 
 $(TRL_VENV)/.test: | $(BIN)/python

@@ -3,6 +3,8 @@
     phaseloom up                   # in one terminal
     python examples/hello.py       # in another, with the variables that it prints
 
+It also reports to the trackers that its arguments name, such as `tensorboard:runs/curves`.
+
 The model is tiny and begins with random weights. It learns to say 7, in some seconds. To make this
 program yours, change `reward`, `PROMPT` and `MODEL`: a registered model in place of a config is
 `ModelSpec(registered="smollm2")`, and its tokens are those of its own tokenizer. `grpo.py` beside
@@ -27,6 +29,7 @@ from phaseloom.client import (
     connect,
     float32s,
     int32s,
+    tracker,
 )
 
 MODEL = ModelSpec(
@@ -70,6 +73,8 @@ async def main() -> None:
                 DeploymentSpec("sampler", "rollout", "sampler", MODEL),
             ],
         )
+        for target in sys.argv[1:]:
+            job.report_to(tracker(target, "hello"))
         # The block ends the job. Ctrl-C leaves it: `mesh.attach("hello")` then resumes it.
         async with job:
             policy, sampler = job.deployment("policy"), job.deployment("sampler")
@@ -84,8 +89,9 @@ async def main() -> None:
                 trained = policy.forward_backward(batch, "importance_sampling")
                 stepped = policy.optim_step(AdamParams(1e-2, grad_clip_norm=1.0))
                 synced = sampler.sync_weights(policy.publish_weights())
-                for operation in (trained, stepped, synced):
-                    await operation
+                metrics = (await trained).metrics | (await stepped).metrics
+                await synced
+                job.report({"reward": mean, **metrics}, step=step)
                 print(f"step {step}: reward {mean:.2f}", flush=True)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,29 @@ async def test_staleness_counts_the_versions_published_since(nats_server: Embedd
         policy.publish_weights()
         await policy.publish_weights()
         assert policy.staleness(sampler.version) == 2
+
+
+@pytest.mark.usefixtures("leader")
+async def test_reports_reach_trackers_even_if_one_fails(
+    nats_server: EmbeddedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    records: list[tuple[int, dict[str, float]]] = []
+
+    def fails(step: int, values: Mapping[str, float]) -> None:
+        raise OSError("the disk is full")
+
+    async with connected(nats_server) as mesh:
+        job = await mesh.submit_job("sums", SPECS)
+        job.report({"reward": 0.1}, step=1)
+        job.report_to(fails)
+        job.report_to(lambda step, values: records.append((step, dict(values))))
+        job.report({"reward": 1}, step=3)
+        with pytest.raises(CallerError):
+            job.report({"reward": float("nan")}, step=4)
+        job.report({"kl_k3:sum": 0.5})
+    assert records == [(3, {"reward": 1.0}), (4, {"kl_k3:sum": 0.5})]
+    assert "a tracker failed at step 3 of sums" in caplog.text
+    assert "the disk is full" in caplog.text
 
 
 async def test_operations_are_named_by_the_after_of_others(

@@ -370,6 +370,25 @@ async def test_first_example_raises_its_reward(mesh: Mesh) -> None:
     assert errors == b""
 
 
+async def test_evaluation_next_to_training_samples_the_versions_it_names(mesh: Mesh) -> None:
+    """The untrained version is bad and the last one good, in whatever order they are sampled."""
+    program = REPOSITORY / "examples" / "evaluate.py"
+    environment = config.inherited() | _variables(mesh)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, program, stdout=PIPE, stderr=PIPE, env=environment
+    )
+    said, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    assert errors == b""
+    lines = re.findall(r"step (\d+), version (\d+): reward ([\d.]+)", said.decode())
+    found = {int(step): (int(version), float(score)) for step, version, score in lines}
+    assert {step: version for step, (version, _) in found.items()} == {0: 1, 5: 16, 10: 31, 15: 46}
+    assert found[0][1] < 0.3
+    assert found[15][1] > 0.9
+    async with tenant(mesh) as connection:
+        assert (await connection.status("evaluation")).state == "done"
+
+
 async def test_interrupted_example_leaves_a_job_that_attach_resumes(mesh: Mesh) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable,

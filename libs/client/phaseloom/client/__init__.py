@@ -21,6 +21,7 @@ from phaseloom.client.operations import Lost, OperationHandle, outcome_of
 from phaseloom.client.phases import Phase, phase, runtime_hook
 from phaseloom.client.rollouts import Rollout, RolloutResult, VersionRun
 from phaseloom.client.streams import GenerateHandle, Piece
+from phaseloom.client.trackers import tracker
 from phaseloom.common.contract.api import (
     Checkpoint,
     CheckpointList,
@@ -133,4 +134,5 @@ __all__ = [
     "outcome_of",
     "phase",
     "runtime_hook",
+    "tracker",
 ]

@@ -34,6 +34,7 @@ from phaseloom.client.hooks import Hooks, PhaseBegan, PhaseEnded
 from phaseloom.client.job import Deployment, Job
 from phaseloom.client.operations import OperationHandle, Outbox
 from phaseloom.client.phases import Phase
+from phaseloom.client.trackers import Log
 from phaseloom.common.contract import api
 from phaseloom.common.contract.checks import check_labels, check_report
 from phaseloom.common.contract.errors import (
@@ -120,6 +121,7 @@ class MeshJob(Job):
         """Pools on which the mesh believes a phase is open."""
         self._declaring = asyncio.Lock()
         self._reported = -1
+        self._logs: list[Log] = []
 
     @property
     def is_closed(self) -> bool:
@@ -146,6 +148,17 @@ class MeshJob(Job):
         self._reported = step
         numbers = {name: float(value) for name, value in values.items()}
         self._mesh.report(api.JobReport(self.name, step, numbers, self.run))
+        for record in self._logs:
+            try:
+                record(step, numbers)
+            except Exception:
+                log.warning("a tracker failed at step %d of %s", step, self.name, exc_info=True)
+
+    @checked
+    def report_to(self, record: Log) -> None:
+        """Call `record(step, values)` with every later report too. `tracker` returns such functions
+        for TensorBoard, wandb and trackio."""
+        self._logs.append(record)
 
     @checked
     async def explain(self, operation: OperationHandle[object]) -> api.Explanation:
