@@ -10,8 +10,14 @@ from phaseloom.cli.top import WINDOW_S, Dashboard, show
 from phaseloom.common.contract.api import DeploymentStatus, JobStatus
 from phaseloom.common.contract.codec import encode
 from phaseloom.common.contract.errors import Code, ErrorInfo
-from phaseloom.common.contract.events import JobFinished, Notice, WpgLost, WpgStarted
-from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId
+from phaseloom.common.contract.events import (
+    JobFinished,
+    Notice,
+    QueuedOperation,
+    WpgLost,
+    WpgStarted,
+)
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey
 from phaseloom.common.transport.decisionlog import LogEntry
 from tests.support.runlog import HandMade, shared
 
@@ -99,3 +105,16 @@ def test_dead_workers_hold_no_node_and_a_late_report_of_earlier_ones_changes_not
     assert "demo.b.policy" in shown(board_of(log), 132.0)["t0"][2]
     log.events.append((130.0, WpgLost(key, 2, node, died)))
     assert shown(board_of(log), 132.0)["t0"][2].strip() == "-"
+
+
+def test_job_whose_end_only_its_view_shows_has_nothing_open_and_no_node() -> None:
+    """The log has no entry of the end of a job that failed or was drained."""
+    log = shared()
+    key = OperationKey("demo", "b", "policy", "99")
+    log.events.append((126.0, QueuedOperation(key, "id", "optim_step")))
+    board = board_of(log)
+    board.view("demo.b", encode(JobStatus("b", "failed")))
+    rows = shown(board, 132.0)
+    assert rows["t0"][2].strip() == "-"
+    (row,) = [cells for word, cells in rows.items() if word == "demo.b"]
+    assert row[2].strip() == "0"

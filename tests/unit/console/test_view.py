@@ -133,6 +133,10 @@ def test_ready_operation_without_an_outcome_is_told_as_the_head_of_its_deploymen
     (head,) = update.heads
     assert (head.slot, head.num_ready, round(head.ready * TICK_S, 3)) == ("r1", 2, 1.0)
     assert not view.update(T0 + 5, tenant="globex").heads
+    view.status(T0 + 6, JobKey("acme", "a"), JobStatus("a", "failed"))
+    update = view.update(T0 + 7)
+    assert not update.heads
+    assert [row.num_open for row in update.jobs or []] == [0]
 
 
 def test_switch_is_hidden_for_as_long_as_nobody_waited() -> None:

@@ -182,7 +182,7 @@ class Dashboard:
 
     def _heading(self) -> str:
         num_jobs = sum(not status.has_ended for status in self._views.values())
-        num_open = sum(self._activity.depth().values())
+        num_open = sum(n for job, n in self._activity.depth().items() if not self._has_ended(job))
         return (
             f"jobs: {num_jobs}, operations: {num_open} open, {self._num_operations} done; "
             f"rates over the last {WINDOW_S:.0f} s"
@@ -201,7 +201,7 @@ class Dashboard:
                 str(job),
                 status.state,
                 ", ".join(_deployment_text(d) for d in status.deployments),
-                str(depths.get(job, 0)),
+                str(0 if status.has_ended else depths.get(job, 0)),
                 f"{len(ran) / WINDOW_S:.1f}",
                 _median_ms(e.waited_s for e in ran),
                 _median_ms(e.end_s - e.start_s for e in ran),
@@ -219,6 +219,8 @@ class Dashboard:
             switched_s = sum(s.duration_s for s in switches)
             hidden_s = sum(s.hidden_s for s in switches)
             holder = self._activity.holders.get(node)
+            if holder is not None and self._has_ended(holder.job_key):
+                holder = None
             table.add_row(
                 node,
                 self._activity.pools.get(node, ""),
@@ -230,6 +232,11 @@ class Dashboard:
                 f"{hidden_s / switched_s:.0%}" if switched_s else "-",
             )
         return table
+
+    def _has_ended(self, job: JobKey) -> bool:
+        """Whether a job has ended. The log does not say so of a job that failed or was drained."""
+        status = self._views.get(job)
+        return status is not None and status.has_ended
 
     def _busy_s(self, node: str, now_s: float) -> float:
         """Return the device seconds within the window in which the node ran operations."""

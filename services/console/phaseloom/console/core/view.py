@@ -239,7 +239,7 @@ class View:
                 status,
                 self._cycles.get(job),
                 self._counts.get(job, _Counts()),
-                depths.get(job, 0),
+                0 if status.has_ended else depths.get(job, 0),
             )
             for job, status in sorted(self._jobs.items())
             if tenant in ("", job.tenant)
@@ -256,8 +256,13 @@ class View:
                 rows.device_indices(self._activity.devices_of(head.key.deployment_key)),
             )
             for head in self._activity.heads(now_s)
-            if rows.has(head.key.tenant)
+            if rows.has(head.key.tenant) and not self._has_ended(head.key.job_key)
         ]
+
+    def _has_ended(self, job: JobKey) -> bool:
+        """Whether a job has ended. The log does not say so of a job that failed or was drained."""
+        status = self._jobs.get(job)
+        return status is not None and status.has_ended
 
 
 @dataclass(slots=True)
