@@ -104,6 +104,42 @@ async def test_extent_of_a_training_rank_is_its_heap_while_it_is_resident(
             assert f"the host copy of {key}" in name
 
 
+async def test_frozen_heaps_of_one_tenant_take_turns_in_the_memory_of_their_device(
+    short_dir: Path,
+) -> None:
+    """A rank of another tenant gets fresh memory, and so does one after a rank that died."""
+    stranger = DeploymentKey("other", "sums", "sampler")
+    keys = [POLICY, SAMPLER, stranger, SAMPLER]
+    async with daemon(short_dir, devices=[MiB]) as d:
+        ranks = {
+            key: await start(d, key, frozen=True, content=content)
+            for content, key in enumerate(dict.fromkeys(keys), start=1)
+        }
+        content: dict[DeploymentKey, str] = {}
+        memory = []
+        displaced: list[DeploymentKey] = []
+        for epoch, key in enumerate(keys, start=1):
+            content[key] = digest_of(memoryview(_filled(ranks[key].content)))
+            await d.agent.switch_in(key, 1, epoch, displaced)
+            assert ranks[key].digest() == content[key]
+            memory.append(_memory_of(ranks[key].heap))
+            displaced = [key]
+        assert memory[0] == memory[1]
+        assert len(set(memory)) == 3
+        await ranks[SAMPLER].client.close()  # as if killed: nobody says that it unmaps its heap
+        while (await d.agent.status()).device_used_bytes != [0]:
+            pass
+        await d.agent.switch_in(POLICY, 1, 9, [])
+        assert _memory_of(ranks[POLICY].heap) not in memory
+        assert ranks[POLICY].digest() == content[POLICY]
+
+
+def _filled(seq: int) -> bytearray:
+    heap = Heap(MiB)
+    fill(heap, seq)
+    return bytearray(heap.buffer)
+
+
 def _memory_of(heap: Heap) -> str:
     """The file, with its inode, that is mapped where the heap begins; empty: none."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(heap.buffer))

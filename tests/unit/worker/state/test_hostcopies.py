@@ -8,8 +8,10 @@ import os
 import pytest
 
 from phaseloom.common.contract.errors import Code, InternalError, ResourceError
-from phaseloom.common.contract.state_rank import CopyIn
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.contract.state_rank import CopyIn, VersionLayout
 from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.worker.state.heap import Heap
 from phaseloom.worker.state.hostcopies import HeapCopier
 
@@ -45,6 +47,25 @@ def test_heap_is_the_beginning_of_what_comes_and_the_mapping_is_kept(copies: Hea
     assert copies._source is None
 
 
+def test_nothing_is_left_of_what_the_memory_of_the_device_had(copies: HeapCopier) -> None:
+    """Chunks of zeroes and the bytes between tensors are written too."""
+    whole = os.urandom(4096) + bytes(SIZE - 4096)
+    stale = memfd(b"\xff" * SIZE)
+    again = os.dup(stale)
+    copies.copy_frozen(CopyIn(digest_of(memoryview(whole))), [memfd(whole), stale])
+    assert isinstance(copies.heap, Heap)
+    assert bytes(copies.heap.buffer) == whole
+    copies.heap.release()
+    copies.slots = [TensorSlot("w", Role.WEIGHT, "uint8", [64], 64, 64)]
+    version = os.urandom(64)
+    place = [TensorSlot("w", Role.WEIGHT, "uint8", [64], 0, 64)]
+    layout = VersionLayout(64, TensorTable.of(place).packed)
+    os.pwrite(again, b"\xff" * SIZE, 0)
+    order = CopyIn(digest_of(memoryview(version)), layout)
+    copies.copy_frozen(order, [memfd(version), again])
+    assert bytes(copies.heap.buffer) == bytes(64) + version + bytes(SIZE - 128)
+
+
 def test_bad_bit_is_never_loaded(copies: HeapCopier) -> None:
     whole = os.urandom(SIZE)
     digest = digest_of(memoryview(whole))
@@ -58,7 +79,7 @@ def test_bad_bit_is_never_loaded(copies: HeapCopier) -> None:
     assert load(copies, [whole], digest)
 
 
-@pytest.mark.parametrize("sizes", [[], [SIZE - 4096], [SIZE, SIZE]])
+@pytest.mark.parametrize("sizes", [[], [SIZE - 4096], [SIZE] * 3, [SIZE, SIZE - 4096]])
 def test_load_from_anything_but_one_whole_extent_is_refused(
     copies: HeapCopier, sizes: list[int]
 ) -> None:

@@ -81,7 +81,8 @@ class RegisterHeap(Message, frozen=True):
     emulated: bool = False
     """Whether the device is emulated, so that host memory serves as device memory. If the rank is
     not frozen and has no `host_bytes`, its extent is then the memory of its heap while it is
-    resident: an offload and a load copy nothing."""
+    resident: an offload and a load copy nothing. If it is frozen, each order to copy in brings the
+    memory of its heap, after the extent to copy from."""
 
 
 class HeapRegistered(Message, frozen=True):

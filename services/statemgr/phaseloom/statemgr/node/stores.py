@@ -26,6 +26,7 @@ from phaseloom.statemgr.node.background import Background
 from phaseloom.statemgr.node.extents import Extent, HostMemory
 from phaseloom.statemgr.node.ledger import Ledger
 from phaseloom.statemgr.records.incarnations import HostCopy, InvalidTransition, Rank, State, Wpg
+from phaseloom.statemgr.records.layouts import rounded
 from phaseloom.statemgr.records.records import Records
 from phaseloom.statemgr.records.residency import Residency
 from phaseloom.statemgr.records.seals import HostSeal
@@ -254,6 +255,49 @@ class DeviceCopies:
             if self.used_bytes(device) <= until_bytes:
                 break
             self.drop(key)
+
+
+class DeviceFiles:
+    """The memory of emulated devices, as files, for ranks that are loaded by copying to it.
+
+    A device keeps the last file after its rank was offloaded, so that the next load needs no fresh
+    pages. Only a rank of the same tenant gets that file, and overwrites it in the load. If another
+    rank is loaded on the device, the file is closed, and the system clears its pages. A killed
+    daemon's files are lost: their ranks keep them until they are offloaded.
+    """
+
+    def __init__(self) -> None:
+        self._used: dict[Rank, Extent] = {}
+        self._idle: dict[int, tuple[str, Extent]] = {}
+        """Device → the tenant whose ranks had the file, and the file."""
+
+    def lend(self, rank: Rank) -> list[int]:
+        """Provide the memory for a rank that is about to be loaded.
+
+        Returns: its descriptor; none if the rank has memory of its own.
+        """
+        for lost in [other for other in self._used if other.state is State.LOST]:
+            self._used.pop(lost).close()
+        if rank in self._used:
+            return [self._used[rank].fd]
+        tenant, size = rank.wpg.key.tenant, rounded(rank.heap_bytes)
+        is_needed = rank.emulated and rank.frozen and not rank.is_below
+        last_tenant, file = self._idle.pop(rank.device, ("", None))
+        if file and not (is_needed and tenant == last_tenant and file.num_bytes == size):
+            file.close()
+            file = None
+        if is_needed:
+            with contextlib.suppress(OSError):  # then the rank uses pages of its own
+                self._used[rank] = file or Extent(size, f"phaseloom: a heap of {tenant}")
+        return [self._used[rank].fd] if rank in self._used else []
+
+    def take_back(self, rank: Rank) -> None:
+        """Keep the memory that a rank has unmapped for the next rank on its device."""
+        if rank in self._used:
+            _, last = self._idle.pop(rank.device, ("", None))
+            if last:
+                last.close()
+            self._idle[rank.device] = rank.wpg.key.tenant, self._used.pop(rank)
 
 
 class HostCopyStore:

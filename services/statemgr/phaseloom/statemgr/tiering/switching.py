@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span
@@ -21,7 +21,7 @@ from phaseloom.statemgr.disk.disk import copy
 from phaseloom.statemgr.node.digests import Digests, bad_copy
 from phaseloom.statemgr.node.ledger import Ledger
 from phaseloom.statemgr.node.ranks import Ranks
-from phaseloom.statemgr.node.stores import DeviceCopies, HostCopyStore
+from phaseloom.statemgr.node.stores import DeviceCopies, DeviceFiles, HostCopyStore
 from phaseloom.statemgr.records.incarnations import Rank, State, Step, Wpg
 from phaseloom.statemgr.records.residency import Residency
 from phaseloom.statemgr.tiering.heapfiles import HeapFiles
@@ -48,6 +48,7 @@ class Switcher:
     digests: Digests
     device_copies: DeviceCopies
     copies: HostCopyStore
+    device_files: DeviceFiles = field(default_factory=DeviceFiles)
 
     async def switch_in(self, request: SwitchIn) -> Switched:
         """Bring a deployment into device memory in place of the deployments that it displaces.
@@ -169,6 +170,7 @@ class Switcher:
                 "offload",
                 code=Code.ABORTED,
             )
+        self.device_files.take_back(rank)
         self.residency.finish_copy_out(rank, copied.applied, rank.digest)
         return copied.duration_s
 
@@ -176,11 +178,13 @@ class Switcher:
         digest = rank.digest
         assert digest, "nothing is loaded that cannot be verified"
         try:
+            device_memory = self.device_files.lend(rank)
             if rank.is_below:
                 copied = await self.heap_files.load(rank)
             else:
                 order = CopyIn(digest, layout_of(rank))
-                copied = await self.ranks.order(rank, order, self.frozen.source_of(rank))
+                fds = self.frozen.source_of(rank) + device_memory
+                copied = await self.ranks.order(rank, order, fds)
             if copied.digest != digest:
                 # The rank has loaded other bytes without noticing.
                 self.ranks.retire(rank.wpg, "it loaded other bytes than ordered")
@@ -192,6 +196,7 @@ class Switcher:
                     self.ranks.lose(rank.copy, f"its host copy is bad: {error.info.message}")
                 raise bad_copy(rank, error.info.message) from error
             if rank.state is not State.LOST:
+                self.device_files.take_back(rank)
                 self.residency.step(rank, Step.LOAD_FAILED)
             raise
         self.residency.step(rank, Step.LOAD_VERIFIED)

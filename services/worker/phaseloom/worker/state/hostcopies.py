@@ -244,10 +244,21 @@ class HeapCopier:
         return [StridedRanges(*run) for run in runs(pairs)]
 
     def _copy_in_frozen(self, heap: DeviceMemory, order: CopyIn, fds: list[int]) -> Copied:
-        """Load a frozen heap from the extent that came with the order.
+        """Load a frozen heap from the extent that came with the order. The memory of an emulated
+        device may come after it.
 
         Raises: InternalError: the order brought no extent, or one that is too short.
         """
+        has_memory = devicememory.is_emulated(heap) and len(fds) == 2
+        heap_fd = fds.pop() if has_memory else None
+        try:
+            return self._copy_in_to(heap, heap_fd, order, fds)
+        finally:
+            close_fds([] if heap_fd is None else [heap_fd])
+
+    def _copy_in_to(
+        self, heap: DeviceMemory, heap_fd: int | None, order: CopyIn, fds: list[int]
+    ) -> Copied:
         version = order.version
         num_bytes = heap.num_bytes if version is None else version.num_bytes
         source = self._mapped(fds)[:num_bytes]
@@ -255,6 +266,9 @@ class HeapCopier:
             raise InternalError(f"expected an extent of {num_bytes} bytes, got {len(source)}")
 
         def move() -> str:
+            if heap_fd is not None:
+                # Its old content is overwritten below, before anybody reads the heap.
+                devicememory.attach(heap, heap_fd)
             if version is None:
                 return devicememory.copy_in(source, heap)
             for start, end in gaps(self.slots, heap.num_bytes):
