@@ -283,21 +283,21 @@ class Switches:
     offloads: list[tuple[float, float]] = field(default_factory=list)
     """Ours, and the plain copy into touched memory."""
     loads: list[tuple[float, float]] = field(default_factory=list)
-    """Ours, and the plain copy into fresh huge pages."""
+    """The same for loads, which on an emulated device may copy nothing."""
     wholes: list[tuple[float, float]] = field(default_factory=list)
-    """The whole switch, and the two plain copies."""
+    """The whole switch, and two such copies."""
 
     def records(self, of: str) -> list[Record]:
         return [
             self._pairs(
                 f"offload_{of}", "memcpy into touched memory", "≥ 0.80", self.offloads
             ).speed(),
-            self._pairs(f"load_{of}", "memcpy into fresh huge pages", "≥ 0.80", self.loads).speed(),
+            self._pairs(f"load_{of}", "memcpy into touched memory", "≥ 0.67", self.loads).speed(),
             self.whole(f"switch_{of}"),
         ]
 
     def whole(self, name: str) -> Record:
-        return self._pairs(name, "the two plain copies", "≤ 1.2", self.wholes).time()
+        return self._pairs(name, "two plain copies", "≤ 1.2", self.wholes).time()
 
     def _pairs(self, name: str, limit: str, aim: str, of: list[tuple[float, float]]) -> Pairs:
         ours_s, limit_s = zip(*of, strict=True)
@@ -330,15 +330,14 @@ async def switch_in_turns(
         took_s = time.perf_counter() - started_s
         await _digested(agent)
         copy_s = await asyncio.to_thread(copy_seconds, plain, into)
-        fresh_s = await asyncio.to_thread(fresh_copy_seconds, plain)
         if use is not None:
             await use(back)
         if number < 2:
             # The first switches touch both extents for the first time, which later ones do not.
             continue
         measured.offloads.append((switched.offload_s, copy_s))
-        measured.loads.append((switched.load_s, fresh_s))
-        measured.wholes.append((took_s, copy_s + fresh_s))
+        measured.loads.append((switched.load_s, copy_s))
+        measured.wholes.append((took_s, 2 * copy_s))
     return measured
 
 
@@ -354,10 +353,11 @@ async def _digested(agent: AgentStateClient) -> None:
 async def measure_tensors(
     directory: Path, num_bytes: int, num_tensors: int, num_rounds: int
 ) -> list[Record]:
-    """Measure the cost of many tensors, against the copies and against one large tensor."""
-    spent, of = "what its ranks spend copying", f"{num_tensors}_tensors"
-    index = Pairs(f"index_{of}", num_bytes, spent, "≤ 0.05")
-    switch = Pairs(f"switch_{of}", num_bytes, spent, "≤ 1.05")
+    """Measure the cost of many tensors, against plain copies and against one large tensor."""
+    copies, of = "two plain copies", f"{num_tensors}_tensors"
+    index = Pairs(f"index_{of}", num_bytes, copies, "≤ 0.05")
+    switch = Pairs(f"switch_{of}", num_bytes, copies, "≤ 1.05")
+    plain, into = (filled(Extent(num_bytes, f"bench: {name}"), num_bytes) for name in "ab")
     version = Pairs(f"version_{of}", num_bytes, "the same bytes as one tensor", "≤ 1.05")
     async with daemon(directory, num_bytes, num_deployments=4) as agent:
         slots = _slots(num_bytes, num_tensors)
@@ -367,12 +367,12 @@ async def measure_tensors(
         for number in range(2 + 2 * num_rounds):
             out, back = many[number % 2], many[1 - number % 2]
             started_s = time.perf_counter()
-            switched = await agent.switch_in(back.key, 1, 2 + number, [out.key])
+            await agent.switch_in(back.key, 1, 2 + number, [out.key])
             took_s = time.perf_counter() - started_s
             await _digested(agent)
             if number >= 2:
                 switch.ours_s.append(took_s)
-                switch.limit_s.append(switched.copy_s)
+                switch.limit_s.append(2 * await asyncio.to_thread(copy_seconds, plain, into))
         index.ours_s = [rank.registered_s for rank in many]
         index.limit_s = [median(switch.limit_s)] * len(many)
         for epoch, rank in enumerate((many[1], *one), start=100):

@@ -52,7 +52,7 @@ def test_nothing_is_left_of_what_the_memory_of_the_device_had(copies: HeapCopier
     whole = os.urandom(4096) + bytes(SIZE - 4096)
     stale = memfd(b"\xff" * SIZE)
     again = os.dup(stale)
-    copies.copy_frozen(CopyIn(digest_of(memoryview(whole))), [memfd(whole), stale])
+    copies.copy(CopyIn(digest_of(memoryview(whole))), [memfd(whole), stale])
     assert isinstance(copies.heap, Heap)
     assert bytes(copies.heap.buffer) == whole
     copies.heap.release()
@@ -62,7 +62,7 @@ def test_nothing_is_left_of_what_the_memory_of_the_device_had(copies: HeapCopier
     layout = VersionLayout(64, TensorTable.of(place).packed)
     os.pwrite(again, b"\xff" * SIZE, 0)
     order = CopyIn(digest_of(memoryview(version)), layout)
-    copies.copy_frozen(order, [memfd(version), again])
+    copies.copy(order, [memfd(version), again])
     assert bytes(copies.heap.buffer) == bytes(64) + version + bytes(SIZE - 128)
 
 
