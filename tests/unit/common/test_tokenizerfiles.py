@@ -12,12 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE as BPEModel
 from transformers import AutoTokenizer
 
 from phaseloom.common.text import files
 from phaseloom.common.text.codec import TextCodec, TextDecoder, clean_up
-from phaseloom.common.text.files import TokenizerFacts, read_tokenizer
-from tests.support.bytetokens import llama, tokenizer
+from phaseloom.common.text.files import NotConvertibleError, TokenizerFacts, read_tokenizer
+from tests.support.bytetokens import llama, pieces, tokenizer
 from tests.unit.common.test_textparts import word_piece
 
 SPECIAL = ["<s>", "</s>", "<pad>"]
@@ -148,6 +149,63 @@ def save(directory: Path, made: Tokenizer, contents: dict[str, Any]) -> None:
 def test_directory_is_read_as_transformers_does(case: str, tmp_path: Path) -> None:
     make, contents = CASES[case]
     save(tmp_path, make(), contents)
+    check_as_transformers(tmp_path)
+
+
+AB = 15
+BPE = BPEModel(pieces(*SPECIAL, *"ab'.<>/snewĠ", "ab", "Ġa"), [("a", "b"), ("Ġ", "a")])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [
+        ("gpt2", {}),
+        ("gpt2", {"tokenizer_class": "GPT2Tokenizer", **NAMES, "add_prefix_space": True}),
+        ("qwen2", {"chat_template": TEMPLATE, **NAMES}),
+        ("llama", {"tokenizer_class": "GPT2Tokenizer", **NAMES}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_vocabulary_and_merges_are_read_as_transformers_does(
+    model_type: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    BPE.save(str(tmp_path), None)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert sorted(path.name for path in tmp_path.glob("*[!g].*")) == ["merges.txt", "vocab.json"]
+    assert TextCodec(read_tokenizer(tmp_path)).encode("ab ab").count(AB) == 2
+    check_as_transformers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "contents", "problem"),
+    [
+        ("gpt2", {"vocab.json": "{}"}, "vocab.json cannot be converted: .*merges"),
+        ("gpt2", {"vocab.json": "[]", "merges.txt": ""}, "vocab.json cannot be converted: .*Bad"),
+        ("llama", {"tokenizer.model": "\n"}, "tokenizer.model cannot be converted: .*install"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_vocabulary_that_cannot_be_converted_is_refused_with_the_reason(
+    model_type: str, contents: dict[str, str], problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(NotConvertibleError, match=f"tokenizer.json is missing, and {problem}"):
+        read_tokenizer(tmp_path)
+
+
+def test_large_vocabulary_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    BPE.save(str(tmp_path), None)
+    monkeypatch.setattr(files, "MAX_FILE_BYTES", 20)
+    with pytest.raises(ValueError, match=r"vocab.json has .* bytes, more than 20"):
+        read_tokenizer(tmp_path)
+
+
+def check_as_transformers(tmp_path: Path) -> None:
     factory: Any = AutoTokenizer
     theirs = factory.from_pretrained(tmp_path)
     facts = read_tokenizer(tmp_path)

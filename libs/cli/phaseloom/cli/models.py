@@ -21,6 +21,7 @@ from phaseloom.common.contract.ids import check_model_name, to_token
 from phaseloom.common.contract.specs import RegisteredModel
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.tensors.modelfiles import read_model
+from phaseloom.common.text.files import HOW_TO_CONVERT, TOKENIZER_FILE, VOCABULARY_FILES
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import BusConfig
 from phaseloom.common.transport.keys import Conflict
@@ -45,7 +46,12 @@ def add(
     """
     model = read_model(name, directory)
     uvloop.run(_add(bus_config(run), model))
-    (console or Console()).print(f"registered {line(model)}", soft_wrap=True, markup=False)
+    console = console or Console()
+    console.print(f"registered {line(model)}", soft_wrap=True, markup=False)
+    names = {file.name for file in model.directory.files}
+    if {"tokenizer.model"} == names.intersection(VOCABULARY_FILES):
+        hint = f"without {TOKENIZER_FILE}, text may be refused: {HOW_TO_CONVERT}"
+        console.print(hint, soft_wrap=True, markup=False)
 
 
 def list_models(*, run: Path | None = None, console: Console | None = None) -> None:

@@ -84,7 +84,7 @@ def describe(model: str) -> Described:
             f"the tokenizer of model {model!r} cannot be read: {tokenizer}",
             code=Code.FAILED_PRECONDITION,
             field="model",
-            remedy="send tokens, or register the model with its tokenizer.json",
+            remedy=f"send tokens, or {files.HOW_TO_CONVERT}",
         )
     return tokenizer.described
 

@@ -72,6 +72,16 @@ def test_model_without_token_texts_is_refused(tmp_path: Path) -> None:
         assert raised.value.info.field == "args.sampling.stop_strings"
 
 
+def test_vocabulary_that_cannot_be_converted_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text("{}")
+    files = [ModelFile("vocab.json", 2, "")]
+    spec = ModelSpec(registered="m", pinned=ModelDirectory(str(tmp_path), files))
+    with pytest.raises(CallerError, match=r"vocab.json cannot be converted") as raised:
+        text_decoder(spec)
+    assert raised.value.info.code is Code.FAILED_PRECONDITION
+    assert "save_pretrained" in raised.value.info.remedy
+
+
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"decoder": 3, "model": 3}', b"\xff"])
 def test_damaged_file_is_reported(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)

@@ -19,6 +19,13 @@ from typing import Any
 import msgspec
 
 TOKENIZER_FILE = "tokenizer.json"
+VOCABULARY_FILES = (TOKENIZER_FILE, "vocab.json", "tokenizer.model")
+"""Files of which a tokenizer has at least one. `transformers` can convert the others to the
+first: `vocab.json` together with `merges.txt`, `tokenizer.model` if sentencepiece is installed."""
+HOW_TO_CONVERT = (
+    f"write {TOKENIZER_FILE} with AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained("
+    "DIRECTORY) of transformers, where sentencepiece is installed, and register the directory again"
+)
 DEFAULT_TEMPLATE = "default"
 MAX_FILE_BYTES = 64 * 2**20
 _MAX_MEMORY_BYTES = 4 * 2**30
@@ -39,24 +46,37 @@ class TokenizerFacts(msgspec.Struct, frozen=True):
     """Whether the text of a special token is encoded as ordinary text."""
 
 
+class NotConvertibleError(ValueError):
+    """A tokenizer has no `tokenizer.json`, and `transformers` cannot make one here."""
+
+
 def read_tokenizer(directory: Path) -> TokenizerFacts:
-    """Raises: Exception: the files are missing or invalid; `transformers` raises errors of many
-    types."""
+    """Raises: NotConvertibleError: see there. Exception: the files are missing or invalid;
+    `transformers` raises errors of many types."""
     from transformers import AutoTokenizer, TokenizersBackend
 
-    if not (directory / TOKENIZER_FILE).is_file():
+    vocabularies = [name for name in VOCABULARY_FILES if (directory / name).is_file()]
+    if not vocabularies:
         raise FileNotFoundError(f"{directory / TOKENIZER_FILE} is missing")
-    num_bytes = (directory / TOKENIZER_FILE).stat().st_size
-    if num_bytes > MAX_FILE_BYTES:
-        raise ValueError(f"{TOKENIZER_FILE} has {num_bytes} bytes, more than {MAX_FILE_BYTES}")
+    for name in (*vocabularies, "merges.txt"):
+        path = directory / name
+        num_bytes = path.stat().st_size if path.is_file() else 0
+        if num_bytes > MAX_FILE_BYTES:
+            raise ValueError(f"{name} has {num_bytes} bytes, more than {MAX_FILE_BYTES}")
+    problem = "it has a class of its own"
     factory: Any = AutoTokenizer
     backend: Any = TokenizersBackend
     options = {"local_files_only": True, "trust_remote_code": False}
     try:
         read: Any = factory.from_pretrained(directory, **options)
-    except Exception:
-        read = None
+    except Exception as error:
+        read, problem = None, " ".join(str(error).split())
     if not isinstance(read, TokenizersBackend):
+        if TOKENIZER_FILE not in vocabularies:
+            names = ", ".join(vocabularies)
+            raise NotConvertibleError(
+                f"{TOKENIZER_FILE} is missing, and {names} cannot be converted: {problem}"
+            )
         # The model has a class of its own, in code that we do not run or without this library.
         read = backend.from_pretrained(directory, **options)
     tokenizer = read.backend_tokenizer

@@ -91,6 +91,13 @@ def check_policies(
             field=f"{section}slo_percentile",
             remedy="use 95, for example, or 0 if only the mean iteration must meet the SLO",
         )
+    if ordering in REPLACED_ORDERINGS:
+        replacement = REPLACED_ORDERINGS[ordering]
+        raise CallerError(
+            f"the ordering policy {ordering!r} has been replaced by {replacement!r}",
+            field=f"{section}ordering",
+            remedy=f"use {replacement!r}; add --ordering {replacement} to resume a run",
+        )
     for kind, name, registered in (
         ("placement", placement, [*PLACEMENT]),
         ("ordering", ordering, [*ORDERING]),
@@ -100,8 +107,5 @@ def check_policies(
             raise CallerError(
                 f"unknown {kind} policy {name!r}",
                 field=f"{section}{kind}",
-                remedy=f"use {REPLACED_ORDERINGS[name]}, which has replaced it; when a run is "
-                f"resumed with its stored settings, add --ordering {REPLACED_ORDERINGS[name]}"
-                if kind == "ordering" and name in REPLACED_ORDERINGS
-                else f"choose one of: {', '.join(sorted(registered))}",
+                remedy=f"choose one of: {', '.join(sorted(registered))}",
             )
