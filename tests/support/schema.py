@@ -47,7 +47,7 @@ _API = {
     "checkpoint.show": (api.CheckpointRequest, api.SavedCheckpoint),
     "checkpoint.delete": (api.CheckpointRequest, api.CheckpointDeleted),
     "checkpoint.expire": (api.ExpireCheckpoint, api.SavedCheckpoint),
-    "checkpoint.archive": (api.CheckpointRequest, api.OpenedArchive),
+    "checkpoint.archive": (api.ArchiveCheckpoint, api.OpenedArchive),
     "checkpoint.read": (api.ReadArchive, api.ArchivePart),
     "tenant.usage": (api.UsageRequest, api.Usage),
 }

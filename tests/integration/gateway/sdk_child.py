@@ -230,6 +230,35 @@ def saved() -> dict[str, Any]:
     return said
 
 
+def external(*recipients: str) -> dict[str, Any]:
+    """Weights saved for other programs, and their files.
+
+    Args: recipients: keys for whom they are encrypted.
+    """
+    service = tinker.ServiceClient()
+    rest = service.create_rest_client()
+    client = service.create_lora_training_client(base_model="tiny", rank=4)
+    step(client)
+    keys = [*recipients] or None
+    saved = client.save_weights_external(
+        "out", ttl_seconds=7200, age_encryption_recipients=keys
+    ).result()
+    urls = rest.get_external_weights_urls(saved.path).result()
+    (row,) = rest.list_checkpoints(client.model_id).result().checkpoints
+    said: dict[str, Any] = {"path": saved.path, "urls": urls.urls, "type": row.checkpoint_type}
+    said["expires"] = row.expires_at is not None
+    said["state"] = client.save_state("state").result().path
+    said["taken"] = failure(lambda: client.save_weights_external("out").result())
+    said["key"] = failure(
+        lambda: client.save_weights_external("b", age_encryption_recipients=["age1x"]).result()
+    )
+    sampler = service.create_sampling_client(model_path=said["state"])
+    said["tokens"] = [c.get_tokenizer().encode("a b") for c in (client.result(), sampler)]
+    said["drawn"] = sampled(service.create_sampling_client(base_model=sampler.get_base_model()))
+    said["after"] = step(client)
+    return said
+
+
 def long() -> dict[str, Any]:
     """The same long sample twice."""
     client = tinker.ServiceClient().create_sampling_client(base_model="long")
@@ -350,7 +379,10 @@ def refused() -> dict[str, Any]:
         "optimizer_params": lambda: client.optim_step(
             types.DimuonParams(learning_rate=0.1)
         ).result(),
-        "save_weights_external": lambda: client.save_weights_external("elsewhere").result(),
+        "path": lambda: client.save_weights_external("a/b").result(),
+        "age_encryption_recipients": lambda: client.save_weights_external(
+            "elsewhere", age_encryption_recipients=[]
+        ).result(),
         "kind": lambda: client.save_weights_and_get_sampling_client(kind="inflight").result(),
         "loss_fn_config": lambda: client.forward_backward([rl], "ppo", {"beta": 0.1}).result(),
         "loss_fn": lambda: client.forward([LESSON], "gspo").result(),
@@ -435,6 +467,7 @@ PARTS = {
     "long": long,
     "reward": lambda: reward(int(sys.argv[2])),
     "saved": saved,
+    "external": lambda: external(*sys.argv[2:]),
     "distilled": distilled,
     "refused": refused,
     "defaults": defaults,

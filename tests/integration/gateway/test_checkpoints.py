@@ -31,6 +31,28 @@ async def served() -> AsyncIterator[Served]:
             yield running
 
 
+async def fetched(
+    served: Served, url: URL, headers: dict[str, str] | None = None, method: str = "GET"
+) -> tuple[int, bytes]:
+    """A call on a connection of its own, so that any replica may get it."""
+    async with (
+        aiohttp.ClientSession() as http,
+        http.request(method, url, headers=headers) as answer,
+    ):
+        return answer.status, await answer.read()
+
+
+def saved_as(served: Served, path: str) -> Path:
+    """The directory of a checkpoint `out`."""
+    job = f"tinker-{path.removeprefix('tinker://').split('/')[0].replace(':train:', '-')}"
+    (directory,) = served.mesh.run_dir.glob(f"checkpoints/*/{job}/policy/*-out")
+    return directory
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
 def saved_files(served: Served) -> list[Path]:
     return [*served.mesh.run_dir.glob("checkpoints/*/tinker-*/*/*/*.safetensors")]
 
@@ -104,3 +126,75 @@ async def test_sdk_manages_checkpoints_and_nothing_is_left_of_those_it_deletes(
     async with asyncio.timeout(120):
         while await asyncio.to_thread(saved_files, served):
             await asyncio.sleep(0.1)
+
+
+async def test_weights_are_downloaded_file_by_file(served: Served) -> None:
+    said = await served.sdk("external")
+    assert said["type"] == "external"
+    assert said["expires"] is True
+    assert said["tokens"][0] == said["tokens"][1]
+    assert len(said["drawn"]) == 6
+    assert said["after"] > 0.0
+    assert "exists" in said["taken"]
+    assert "age_encryption_recipients" in said["key"]
+    urls = {name: URL(url) for name, url in said["urls"].items()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= urls.keys()
+    assert not {name for name in urls if name.startswith(("training", "operation"))}
+    on_disk = await asyncio.to_thread(contents, saved_as(served, said["path"]))
+    files = {name: await fetched(served, url) for name, url in urls.items()}
+    for name, (status, content) in files.items():
+        assert status == 200
+        assert content == on_disk[name], name
+
+    url, other = urls["adapter_config.json"], {"X-API-Key": served.key(OTHER)}
+    path = str(url.path).removesuffix("adapter_config.json")
+    for status, wrong in (
+        (401, url.with_path(f"{path}adapter_model.safetensors", keep_query=True)),
+        (401, url.update_query(expires="1")),
+        (401, url.with_query(None)),
+    ):
+        assert (await fetched(served, wrong))[0] == status, wrong
+    own = {"X-API-Key": served.key()}
+    for name in ("operation.json", "training.safetensors", "none", "../out/config.json"):
+        absent = URL(f"{served.url}{path}{name}", encoded=True)
+        assert (await fetched(served, absent, own))[0] in (401, 404), name
+    assert (await fetched(served, url.with_query(None), other))[0] == 404
+
+    run, checkpoint = said["path"].removeprefix("tinker://").split("/", 1)
+    of_run = URL(f"{served.url}/api/v1/training_runs/{run}/checkpoints/")
+    state = said["state"].split("/", 3)[3]
+    signing = URL(f"{of_run}{state}/external_weights_urls")
+    assert (await fetched(served, signing, own))[0] == 400
+    assert (await fetched(served, URL(f"{of_run}{checkpoint}/external_weights_urls"), other))[
+        0
+    ] == 404
+    for method in ("POST", "DELETE"):
+        for headers, status in ((own, 501), ({}, 401)):
+            publish = URL(f"{of_run}{checkpoint}/publish")
+            told = await fetched(served, publish, headers, method=method)
+            assert told[0] == status
+        assert (
+            b"publishing checkpoints is not supported"
+            in (await fetched(served, publish, own, method=method))[1]
+        )
+    assert (await fetched(served, URL(f"{of_run}{checkpoint}"), own, method="DELETE"))[0] == 200
+    assert (await fetched(served, url))[0] == 404
+
+
+async def test_weights_for_recipients_are_encrypted(served: Served) -> None:
+    pyrage = pytest.importorskip("pyrage")
+    identity, second = (pyrage.x25519.Identity.generate() for _ in range(2))
+    said = await served.sdk("external", *(str(i.to_public()) for i in (identity, second)))
+    assert "expected an age or SSH public key" in said["key"]
+    name = "adapter_model.safetensors.age"
+    assert all(name.endswith(".age") for name in said["urls"])
+    on_disk = await asyncio.to_thread(contents, saved_as(served, said["path"]))
+    for each in (identity, second):
+        status, content = await fetched(served, URL(said["urls"][name]))
+        assert status == 200
+        plain = pyrage.decrypt(content, [each])
+        assert plain == on_disk[name.removesuffix(".age")]
+    run, checkpoint = said["path"].removeprefix("tinker://").split("/", 1)
+    archive = f"{served.url}/api/v1/training_runs/{run}/checkpoints/{checkpoint}/archive"
+    own = {"X-API-Key": served.key()}
+    assert (await fetched(served, URL(archive), own))[0] == 400

@@ -39,6 +39,41 @@ async def test_oldest_sdk_does_what_the_newest_does(short_dir: Path) -> None:
         assert old[name] == new[name], name
 
 
+async def test_commands_of_the_sdk_manage_and_download_checkpoints(short_dir: Path) -> None:
+    async with serving(short_dir / "mesh") as served:
+
+        async def cli(*words: str) -> Any:
+            words = ("-m", "tinker.cli", "--format", "json", *words)
+            return json.loads(await ended(await served.start_sdk(*words)))
+
+        said = await served.sdk("external")
+        run, checkpoint = said["path"].removeprefix("tinker://").split("/", 1)
+        state = said["state"].split("/", 3)[3]
+        # A checkpoint of training is loaded by another model, saved for other programs, downloaded
+        # and deleted.
+        for path in (said["path"], said["state"]):
+            done = await cli("checkpoint", "download", path, "--output", str(short_dir))
+            downloaded = await asyncio.to_thread(os.listdir, done["destination"])
+            assert {*downloaded} == said["urls"].keys()
+        listed = await cli("checkpoint", "list", "--run-id", run)
+        assert {row["checkpoint_id"] for row in listed["checkpoints"]} == {checkpoint, state}
+        everything = await cli("checkpoint", "list", "--limit", "0")
+        assert len(everything["checkpoints"]) == 2
+        assert (await cli("checkpoint", "info", said["path"]))["checkpoint_type"] == "external"
+        runs = await cli("run", "list", "--limit", "0")
+        assert run in [row["training_run_id"] for row in runs["runs"]]
+        assert (await cli("run", "info", run))["training_run_id"] == run
+        models = await cli("model", "list")
+        assert [row["model_name"] for row in models["models"]] == ["tiny"]
+        for words in (["--ttl", "7200"], ["--remove"]):
+            change = ["-m", "tinker.cli", "checkpoint", "set-ttl", said["path"], *words]
+            await ended(await served.start_sdk(*change))
+        types = ("--run-id", run, "--type", "external_weights", "--yes")
+        assert (await cli("checkpoint", "delete", *types))["deleted_count"] == 1
+        listed = await cli("checkpoint", "list", "--run-id", run)
+        assert [row["checkpoint_id"] for row in listed["checkpoints"]] == [state]
+
+
 def save_bytes_model(directory: Path) -> Path:
     """A tiny model whose tokens are bytes, so that it reads any text."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -330,7 +330,8 @@ class MeshJob(Job):
 
 
 class CheckpointArchive:
-    """A checkpoint as a tar file with one directory. Iterate over it, once, to read its bytes."""
+    """A checkpoint as a tar file with one directory, or one of its files. Iterate over it, once, to
+    read its bytes."""
 
     def __init__(self, num_bytes: int, read: Callable[[int], Awaitable[bytes]]) -> None:
         self.num_bytes = num_bytes
@@ -597,13 +598,16 @@ class Mesh:
         return await self._retry(attempt)
 
     @checked
-    async def archive_checkpoint(self, job: str, deployment: str, name: str) -> CheckpointArchive:
-        """Open a checkpoint as a tar file. Later changes to the checkpoint do not affect the
-        archive.
+    async def archive_checkpoint(
+        self, job: str, deployment: str, name: str, file: str = ""
+    ) -> CheckpointArchive:
+        """Open a checkpoint as a tar file, or one of its files as it is. Later changes to the
+        checkpoint do not affect the archive.
 
+        Args:   file: name of the file, as `show_checkpoint` lists it. Empty: all files, as a tar.
         Raises: CallerError: NOT_FOUND. ResourceError: too many archives are open.
         """
-        request = api.CheckpointRequest(job, deployment, name)
+        request = api.ArchiveCheckpoint(job, deployment, name, file)
         opened = await self._call("checkpoint.archive", request, api.OpenedArchive)
 
         async def read(offset: int) -> bytes:

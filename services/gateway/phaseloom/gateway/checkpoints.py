@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import AsyncGenerator, AsyncIterable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,18 +19,24 @@ from msgspec.structs import replace
 from yarl import URL
 
 from phaseloom.client import CallerError, Code, PhaseloomError
-from phaseloom.gateway.http import PREFIX, body_of, page_of, tenant_of
+from phaseloom.gateway.encryption import SUFFIX, encrypted
+from phaseloom.gateway.http import PREFIX, body_of, page_of, refused, tenant_of
+from phaseloom.gateway.models import is_internal
 from phaseloom.gateway.records import CheckpointRecord, ModelRecord
-from phaseloom.gateway.replicas import ARCHIVE_TYPE, REPLICA
+from phaseloom.gateway.replicas import ARCHIVE_TYPE, FILE_TYPE, REPLICA
 from phaseloom.gateway.tenants import Tenant
 
 log = logging.getLogger(__name__)
 
 routes = web.RouteTableDef()
 
+_KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+"""The SDK's types of checkpoints, by the second part of their paths."""
 _OF_RUN = PREFIX + "/training_runs/{run}/checkpoints/{checkpoint:.+}"
 _SIGNED_S = 15 * 60.0
-"""Time within which a download from an archive's address must start."""
+"""Time within which a download from a signed address must start."""
+_MAX_NAME_CHARS = 256
+"""Maximum characters of a name that an error repeats."""
 
 
 class SetTtl(msgspec.Struct, frozen=True):
@@ -61,6 +68,16 @@ async def list_of_user(request: web.Request) -> web.Response:
     return web.json_response({"checkpoints": rows, "cursor": cursor})
 
 
+@routes.post(PREFIX + "/training_runs/{run}/checkpoints/{kind}/{name}/publish")
+@routes.delete(PREFIX + "/training_runs/{run}/checkpoints/{kind}/{name}/publish")
+async def publish(request: web.Request) -> web.Response:
+    """Refuse to share a checkpoint with other tenants."""
+    tenant_of(request)
+    verb = "publishing" if request.method == "POST" else "unpublishing"
+    message = f"{verb} checkpoints is not supported: download the checkpoint and share its files"
+    return refused(request.path, 501, message, "publish")
+
+
 @routes.delete(_OF_RUN)
 async def delete(request: web.Request) -> web.Response:
     """Expire a checkpoint now and remove its files."""
@@ -84,8 +101,36 @@ async def set_ttl(request: web.Request) -> web.Response:
 async def archive(request: web.Request) -> web.Response:
     """Return a temporary address from which anybody can download a checkpoint."""
     tenant, record = _named_checkpoint(request)
+    _check_not_encrypted(record)
     expires_s = int(time.time() + _SIGNED_S)
     path = f"{PREFIX}/archives/{tenant.name}/{record.id.removeprefix('tinker://')}"
+    url = _signed(request, tenant, path, expires_s)
+    return web.json_response({"url": url, "expires": timestamp(expires_s)})
+
+
+@routes.get(_OF_RUN + "/external_weights_urls")
+async def external_weights_urls(request: web.Request) -> web.Response:
+    """Return temporary addresses from which anybody can download the files of a checkpoint."""
+    tenant, record = _named_checkpoint(request)
+    if _kind(record) != "external":
+        raise CallerError(
+            f"expected a checkpoint of save_weights_external, got {record.id}",
+            field="checkpoint",
+            remedy="name tinker://RUN/external_weights/NAME",
+        )
+    expires_s = int(time.time() + _SIGNED_S)
+    suffix = SUFFIX if record.recipients else ""
+    names = [name + suffix for name in await tenant.models.files(record.source, record.name)]
+    path = f"{PREFIX}/files/{tenant.name}/{record.id.removeprefix('tinker://')}"
+    urls = {name: _signed(request, tenant, f"{path}/{name}", expires_s) for name in names}
+    return web.json_response({"urls": urls, "expires": timestamp(expires_s)})
+
+
+def _signed(request: web.Request, tenant: Tenant, path: str, expires_s: int) -> str:
+    """Return the address of a path that can be read without a key until it expires.
+
+    Raises: CallerError: the request names an invalid host.
+    """
     signature = request.app[REPLICA].signature(tenant.name, path, expires_s)
     scheme = "https" if request.headers.get("X-Forwarded-Proto") == "https" else request.scheme
     try:
@@ -101,35 +146,76 @@ async def archive(request: web.Request) -> web.Response:
             field="Host",
             remedy="send a valid Host header",
         ) from error
-    return web.json_response({"url": str(url), "expires": timestamp(expires_s)})
+    return str(url)
 
 
 @routes.get(PREFIX + "/archives/{tenant}/{run}/{checkpoint:.+}")
 async def download(request: web.Request) -> web.StreamResponse:
     """Stream a checkpoint as a tar file with one directory."""
-    tenant, record = _named_checkpoint(request)
-    if request.match_info["tenant"] != tenant.name:
-        raise CallerError(
-            "there is no such archive",
-            code=Code.NOT_FOUND,
-            field="tenant",
-            remedy="request the checkpoint's `archive` again and use the address that it returns",
-        )
+    tenant, record = _own_checkpoint(request)
+    _check_not_encrypted(record)
     content = await tenant.models.archive(record.source, record.name)
-    headers = {"Content-Type": ARCHIVE_TYPE, "Content-Length": str(content.num_bytes)}
+    return await _streamed(request, record, content, ARCHIVE_TYPE, content.num_bytes)
+
+
+@routes.get(PREFIX + "/files/{tenant}/{run}/{checkpoint:[^/]+/[^/]+}/{file:.+}")
+async def download_file(request: web.Request) -> web.StreamResponse:
+    """Stream a file of an external checkpoint, encrypted if it was saved for recipients."""
+    tenant, record = _own_checkpoint(request)
+    given, suffix = request.match_info["file"], SUFFIX if record.recipients else ""
+    name = given.removesuffix(suffix)
+    if _kind(record) != "external" or not given.endswith(suffix) or is_internal(name):
+        raise CallerError(
+            f"{record.id} has no file {given[:_MAX_NAME_CHARS]!r}",
+            code=Code.NOT_FOUND,
+            field="file",
+            remedy="use an address that get_external_weights_urls returns",
+        )
+    content = await tenant.models.archive(record.source, record.name, name)
+    if not record.recipients:
+        return await _streamed(request, record, content, FILE_TYPE, content.num_bytes)
+    parts = encrypted(aiter(content), record.recipients)
+    return await _streamed(request, record, parts, FILE_TYPE, None)
+
+
+async def _streamed(
+    request: web.Request,
+    record: CheckpointRecord,
+    content: AsyncIterable[bytes],
+    kind: str,
+    num_bytes: int | None,
+) -> web.StreamResponse:
+    """Send the content of a download. Args: num_bytes: its length. None: unknown."""
+    headers = {"Content-Type": kind}
+    if num_bytes is not None:
+        headers["Content-Length"] = str(num_bytes)
     answer = web.StreamResponse(headers=headers)
     await answer.prepare(request)
     try:
         async for part in content:
             await answer.write(part)
     except PhaseloomError as error:
-        log.warning("an archive of %s ended early: %s", record.id, error)
+        log.warning("a download of %s ended early: %s", record.id, error)
         # Part of the file is already sent, so close the connection: the caller sees an incomplete
         # download.
         answer.force_close()
         if request.transport is not None:
             request.transport.abort()
+    finally:
+        if isinstance(content, AsyncGenerator):
+            await content.aclose()
     return answer
+
+
+def _check_not_encrypted(record: CheckpointRecord) -> None:
+    """Raises: CallerError: the checkpoint was saved for recipients, so it is no tar file."""
+    if record.recipients:
+        raise CallerError(
+            f"{record.id} is encrypted, so its files are downloaded one by one",
+            code=Code.FAILED_PRECONDITION,
+            field="checkpoint",
+            remedy="use get_external_weights_urls",
+        )
 
 
 async def clean_up(tenant: Tenant, record: CheckpointRecord) -> None:
@@ -185,11 +271,27 @@ def _named_checkpoint(request: web.Request) -> tuple[Tenant, CheckpointRecord]:
     return tenant, tenant.book.get(CheckpointRecord, tenant.name, path)
 
 
+def _own_checkpoint(request: web.Request) -> tuple[Tenant, CheckpointRecord]:
+    """As `_named_checkpoint`, for an address that also names the tenant."""
+    tenant, record = _named_checkpoint(request)
+    if request.match_info["tenant"] != tenant.name:
+        raise CallerError(
+            "there is no such download",
+            code=Code.NOT_FOUND,
+            field="tenant",
+            remedy="request the address of the download again, and use it unchanged",
+        )
+    return tenant, record
+
+
+def _kind(record: CheckpointRecord) -> str:
+    return _KINDS[record.id.split("/")[3]]
+
+
 def checkpoint_row(saved: CheckpointRecord, sizes: dict[tuple[str, str], int]) -> dict[str, Any]:
-    kind = "sampler" if "/sampler_weights/" in saved.id else "training"
     return {
         "checkpoint_id": "/".join(saved.id.split("/")[3:]),
-        "checkpoint_type": kind,
+        "checkpoint_type": _kind(saved),
         "time": timestamp(saved.saved_s),
         "tinker_path": saved.id,
         "size_bytes": sizes.get((saved.source, saved.name)),

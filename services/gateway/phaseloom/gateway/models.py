@@ -351,14 +351,26 @@ class Models:
         """
         await self._mesh.expire_checkpoint(*_saver(source), name, ttl_s)
 
-    async def archive(self, source: str, name: str) -> CheckpointArchive:
-        """Open a checkpoint as a tar file. Raises: CallerError: NOT_FOUND."""
-        return await self._mesh.archive_checkpoint(*_saver(source), name)
+    async def archive(self, source: str, name: str, file: str = "") -> CheckpointArchive:
+        """Open a checkpoint as a tar file, or one of its files. Raises: CallerError: NOT_FOUND."""
+        return await self._mesh.archive_checkpoint(*_saver(source), name, file)
+
+    async def files(self, source: str, name: str) -> list[str]:
+        """Return the names of a checkpoint's files that other programs read: not the training
+        state, and not the record of the operation. Raises: CallerError: NOT_FOUND."""
+        saved = await self._mesh.show_checkpoint(*_saver(source), name)
+        return [file for file in saved.files if not is_internal(file)]
 
     async def finish(self, job: str) -> None:
         """End a model's job. Its checkpoints stay."""
         self._trained.pop(job, None)
         await self._mesh.finish(job)
+
+
+def is_internal(file: str) -> bool:
+    """Return whether only the mesh reads this file of a checkpoint."""
+    is_training_state = file.startswith("training") and ".safetensors" in file
+    return is_training_state or file == "operation.json"
 
 
 def _saver(source: str) -> tuple[str, str]:

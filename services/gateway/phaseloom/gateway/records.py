@@ -94,6 +94,8 @@ class CheckpointRecord(msgspec.Struct, frozen=True, tag="checkpoint"):
     """Expiry time in Unix seconds. None: it is kept until it is deleted."""
     replaces: tuple[str, str] | None = None
     """(source, name) of the checkpoint that the path named before, until its files are removed."""
+    recipients: list[str] = []
+    """Public keys of those for whom downloads are encrypted. Empty: they are not encrypted."""
 
     @property
     def has_expired(self) -> bool:

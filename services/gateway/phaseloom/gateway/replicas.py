@@ -64,10 +64,11 @@ _PASSED = ("Content-Type", "Accept", "Authorization", "X-API-Key", "Host", "X-Fo
 _PASSED_BACK = ("Content-Type", "Content-Length")
 """Headers of a streamed answer that are copied."""
 ARCHIVE_TYPE = "application/x-tar"
+FILE_TYPE = "application/octet-stream"
 _CONTENT: web.RequestKey[Any] = web.RequestKey("content")
 _MAX_COPIED_BYTES = 2**18
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_STREAMS = ("text/event-stream", ARCHIVE_TYPE)
+_STREAMS = ("text/event-stream", ARCHIVE_TYPE, FILE_TYPE)
 
 
 class Seat:

@@ -56,14 +56,17 @@ class Tenant:
         return [model for model in models if model is not None]
 
     async def base(self, name: str) -> RegisteredModel:
-        """Return the registered model with this name, at most `_FRESH_S` old. It is cached because
-        each sample needs it.
+        """Return the registered model with this name or directory, at most `_FRESH_S` old. It is
+        cached because each sample needs it.
 
         Raises: CallerError: NOT_FOUND: there is no registered model with this name.
         """
         read_s, registered = self.read.get(name, (0.0, None))
         if registered is None or time.monotonic() - read_s > _FRESH_S:
             read_s, registered = time.monotonic(), await self._registered(name)
+        if registered is None and name.startswith("/"):
+            by_path = {model.directory.path.rstrip("/"): model for model in await self.bases()}
+            registered = by_path.get(name.rstrip("/"))
         if registered is None:
             names = ", ".join(model.name for model in await self.bases()) or "none"
             raise CallerError(

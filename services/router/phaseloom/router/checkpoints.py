@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from phaseloom.common.contract.api import (
+    ArchiveCheckpoint,
     ArchivePart,
     CheckpointDeleted,
     CheckpointList,
@@ -114,14 +115,14 @@ class Checkpoints:
         answer = await self._first(EraseCheckpoint(key, name), CheckpointErased)
         return CheckpointDeleted(answer.num_bytes)
 
-    async def archive(self, tenant: str, request: CheckpointRequest) -> OpenedArchive:
-        """Open a checkpoint as a tar file on a node that has it.
+    async def archive(self, tenant: str, request: ArchiveCheckpoint) -> OpenedArchive:
+        """Open a checkpoint as a tar file, or one of its files, on a node that has it.
 
         Raises: CallerError: NOT_FOUND, or an invalid name. ResourceError: too many archives are
                 open, or a node did not answer.
         """
         key, name = _named(tenant, request)
-        answer = await self._first(OpenArchive(key, name), ArchiveOpened)
+        answer = await self._first(OpenArchive(key, name, request.file), ArchiveOpened)
         return OpenedArchive(answer.archive, answer.num_bytes)
 
     async def read(self, tenant: str, request: ReadArchive) -> ArchivePart:
@@ -203,7 +204,9 @@ def merged(checkpoints: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:
     return sorted(newest.values(), key=lambda saved: (saved.saved_s, saved.job, saved.name))
 
 
-def _named(tenant: str, request: CheckpointRequest | ExpireCheckpoint) -> tuple[DeploymentKey, str]:
+def _named(
+    tenant: str, request: CheckpointRequest | ArchiveCheckpoint | ExpireCheckpoint
+) -> tuple[DeploymentKey, str]:
     for field in ("job", "deployment", "name"):
         check_name(getattr(request, field), field)
     return DeploymentKey(tenant, request.job, request.deployment), request.name

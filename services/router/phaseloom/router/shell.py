@@ -24,6 +24,7 @@ from nats.js.errors import NotFoundError
 
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.api import (
+    ArchiveCheckpoint,
     Attached,
     Beat,
     Checkpoint,
@@ -204,7 +205,7 @@ class Router:
                     "checkpoint.show": (CheckpointRequest, self._checkpoints.show),
                     "checkpoint.delete": (CheckpointRequest, self._checkpoints.delete),
                     "checkpoint.expire": (ExpireCheckpoint, self._checkpoints.expire),
-                    "checkpoint.archive": (CheckpointRequest, self._checkpoints.archive),
+                    "checkpoint.archive": (ArchiveCheckpoint, self._checkpoints.archive),
                     "checkpoint.read": (ReadArchive, self._checkpoints.read),
                 },
                 rates=self._rates,

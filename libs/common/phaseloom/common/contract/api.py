@@ -262,8 +262,8 @@ class ListCheckpoints(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CheckpointRequest(msgspec.Struct, frozen=True):
-    """`pl.v1.api.<tenant>.checkpoint.{show,delete,archive}`, answered with a SavedCheckpoint, a
-    CheckpointDeleted and an OpenedArchive.
+    """`pl.v1.api.<tenant>.checkpoint.{show,delete}`, answered with a SavedCheckpoint and a
+    CheckpointDeleted.
 
     `delete` is refused if the job may fall back to the checkpoint. Deployments that have loaded the
     checkpoint, and open archives of it, keep its files until they no longer need them.
@@ -273,6 +273,18 @@ class CheckpointRequest(msgspec.Struct, frozen=True):
     deployment: str
     """The deployment that saved it."""
     name: str
+
+
+class ArchiveCheckpoint(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`pl.v1.api.<tenant>.checkpoint.archive`, answered with an OpenedArchive."""
+
+    job: str
+    deployment: str
+    """The deployment that saved it."""
+    name: str
+    file: str = ""
+    """The only file to open, by its name in `SavedCheckpoint.files`, without tar headers. Empty: a
+    tar file of all files."""
 
 
 class ExpireCheckpoint(msgspec.Struct, frozen=True):

@@ -73,6 +73,8 @@ class OpenArchive(Message, frozen=True):
 
     deployment: DeploymentKey
     name: str
+    file: str = ""
+    """The only file to open, by its name in the checkpoint, without tar headers. Empty: all."""
 
 
 class ArchiveOpened(Message, frozen=True):

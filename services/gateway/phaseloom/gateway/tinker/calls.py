@@ -26,7 +26,12 @@ from phaseloom.client import (
     outcome_of,
 )
 from phaseloom.common.contract import operations as ops
-from phaseloom.common.contract.specs import ALL_ATTENTION, ALL_MLP, UNEMBED
+from phaseloom.common.contract.specs import (
+    ALL_ATTENTION,
+    ALL_MLP,
+    UNEMBED,
+    RegisteredModel,
+)
 from phaseloom.gateway.futures import Answer, Promise
 from phaseloom.gateway.http import INLINE_BYTES, body_of, tenant_of
 from phaseloom.gateway.models import TrainedModel
@@ -214,6 +219,18 @@ def metadata_of(metadata: dict[str, Any] | None) -> dict[str, Any]:
             remedy="store large data elsewhere",
         )
     return metadata or {}
+
+
+def tokenizer_name(base: RegisteredModel) -> str:
+    """Return the name by which the SDK's sampling clients find a model's tokenizer.
+
+    The SDK takes it for a Hub id or a directory. It cuts names at a colon, and drops the last of
+    three parts, so a directory with two slashes gets another one.
+    """
+    path = base.directory.path
+    if "/" in base.name or ":" in path:
+        return base.name
+    return f"{path}/" if path.count("/") == 2 else path
 
 
 _TRAINED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -14,6 +15,8 @@ from phaseloom.gateway.core import convert
 from phaseloom.gateway.core.bodies import check_short, decoded
 from phaseloom.gateway.sampling import check_samples
 
+_LEAST_SDK = (0, 25)
+"""Oldest supported version of the SDK."""
 _MAX_NAME_CHARS = 256
 """Maximum characters of a session's name."""
 
@@ -25,9 +28,18 @@ class Loose(msgspec.Struct, frozen=True):
 class CreateSession(Loose, frozen=True):
     user_metadata: dict[str, Any] | None = None
     display_name: str | None = None
+    sdk_version: str | None = None
 
     def check(self) -> None:
-        """Raises: CallerError: the name is too long."""
+        """Raises: CallerError: the name is too long, or the SDK too old."""
+        number = re.match(r"(\d{1,9})\.(\d{1,9})", self.sdk_version or "", re.ASCII)
+        if number is not None and (int(number[1]), int(number[2])) < _LEAST_SDK:
+            raise CallerError(
+                f"version {(self.sdk_version or '')[:_MAX_NAME_CHARS]} of the Tinker SDK is not "
+                "supported: its messages have another form",
+                field="sdk_version",
+                remedy="pip install 'tinker>=0.25'",
+            )
         if len(self.display_name or "") > _MAX_NAME_CHARS:
             raise CallerError(
                 "the session's name is too long",
@@ -120,6 +132,7 @@ class SaveWeights(Loose, frozen=True):
     overwrite: bool = False
     user_metadata: dict[str, Any] | None = None
     kind: str = "snapshot"
+    age_encryption_recipients: list[str] | None = None
 
     def check(self) -> None:
         """Raises: CallerError: a sampling client that follows later weights."""

@@ -20,7 +20,12 @@ from phaseloom.gateway.models import POLICY
 from phaseloom.gateway.records import CallRecord, ModelRecord, SamplerRecord
 from phaseloom.gateway.tenants import Tenant
 from phaseloom.gateway.tinker.requests import LoadWeights, RetrieveFuture, SaveWeights
-from phaseloom.gateway.tinker.saving import load_promise, save_for_sampler_promise, save_promise
+from phaseloom.gateway.tinker.saving import (
+    load_promise,
+    save_external_promise,
+    save_for_sampler_promise,
+    save_promise,
+)
 from phaseloom.gateway.tinker.training import creating
 
 LONG_POLL_S = 30.0
@@ -97,6 +102,7 @@ async def _earlier(tenant: Tenant, name: str) -> Promise | None:
 
 _CALLS: dict[str, tuple[type[Any], Callable[..., Coroutine[Any, Any, tuple[str, Promise]]]]] = {
     "save_weights": (SaveWeights, save_promise),
+    "save_weights_external": (SaveWeights, save_external_promise),
     "load_weights": (LoadWeights, load_promise),
     "save_for_sampler": (SaveWeights, save_for_sampler_promise),
 }

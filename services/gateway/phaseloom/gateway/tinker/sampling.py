@@ -17,7 +17,7 @@ from phaseloom.gateway.models import Draw
 from phaseloom.gateway.records import SamplerRecord, SessionRecord
 from phaseloom.gateway.replicas import content_of
 from phaseloom.gateway.sampling import source_of
-from phaseloom.gateway.tinker.calls import answer_with
+from phaseloom.gateway.tinker.calls import answer_with, tokenizer_name
 from phaseloom.gateway.tinker.requests import CreateSamplingSession, Sample, read_sample
 
 routes = web.RouteTableDef()
@@ -39,8 +39,9 @@ async def create_sampling_session(request: web.Request) -> web.Response:
 async def get_sampler(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
     record = tenant.book.get(SamplerRecord, tenant.name, request.match_info["sampler"])
+    name = tokenizer_name(await tenant.base(record.base))
     return web.json_response(
-        {"sampler_id": record.id, "base_model": record.base, "model_path": record.path or None}
+        {"sampler_id": record.id, "base_model": name, "model_path": record.path or None}
     )
 
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from phaseloom.client import CallerError, Code, outcome_of
 from phaseloom.common.contract import operations as ops
 from phaseloom.gateway.checkpoints import clean_up, ttl_of
+from phaseloom.gateway.encryption import recipients_of
 from phaseloom.gateway.futures import Answer, Promise
 from phaseloom.gateway.http import PREFIX, tenant_of
 from phaseloom.gateway.models import POLICY, SAMPLER
@@ -47,11 +48,32 @@ async def save_weights(request: web.Request) -> web.Response:
     return await answer_with(await save_promise(tenant, body))
 
 
-async def save_promise(tenant: Tenant, body: SaveWeights) -> tuple[str, Promise]:
+@routes.post(PREFIX + "/save_weights_external")
+async def save_weights_external(request: web.Request) -> web.Response:
+    tenant, body = tenant_of(request), await numbered_body(request, SaveWeights, _REFUSED_SAVE)
+    return await answer_with(await save_external_promise(tenant, body))
+
+
+async def save_external_promise(tenant: Tenant, body: SaveWeights) -> tuple[str, Promise]:
+    """Return the promise of a checkpoint whose files can be downloaded one by one."""
+    return await save_promise(tenant, body, "save_weights_external", "external_weights")
+
+
+async def save_promise(
+    tenant: Tenant, body: SaveWeights, call: str = "save_weights", kind: str = "weights"
+) -> tuple[str, Promise]:
+    """Return the promise of a checkpoint.
+
+    Args: call: the type of the request.
+          kind: the second part of the checkpoint's path.
+    """
     opened = await open_model(tenant, body.model_id)
     name = _mesh_name(body.path or "", body.seq_id)
     try:
-        path = _path(opened.record, "weights", body.path or f"{body.seq_id:06d}")
+        path = _path(opened.record, kind, body.path or f"{body.seq_id:06d}")
+        recipients = body.age_encryption_recipients
+        if recipients is not None:
+            recipients_of(recipients)
         ttl_s, metadata = ttl_of(body.ttl_seconds), metadata_of(body.user_metadata)
         before = tenant.book.find(CheckpointRecord, tenant.name, path)
         if before is not None and before.name != name and not body.overwrite:
@@ -64,6 +86,7 @@ async def save_promise(tenant: Tenant, body: SaveWeights) -> tuple[str, Promise]
     except CallerError as error:
         return _refused(opened, body.seq_id, _REFUSED_SAVE, error)
     saved = _checkpoint(opened.record, path, POLICY, name, metadata)
+    saved = replace(saved, recipients=recipients or [])
 
     def begin() -> Begun:
         handle = opened.submit(body.seq_id, ops.SaveState(name, ttl_s=ttl_s))
@@ -71,11 +94,11 @@ async def save_promise(tenant: Tenant, body: SaveWeights) -> tuple[str, Promise]
         async def save() -> dict[str, Any]:
             await outcome_of(handle)
             await _keep_checkpoint(tenant, saved, ttl_s)
-            return {"type": "save_weights", "path": path}
+            return {"type": call, "path": path}
 
         return save, handle
 
-    return await kept_call(tenant, opened.name(body.seq_id), "save_weights", body, begin)
+    return await kept_call(tenant, opened.name(body.seq_id), call, body, begin)
 
 
 @routes.post(PREFIX + "/save_weights_for_sampler")
@@ -119,19 +142,6 @@ async def save_for_sampler_promise(tenant: Tenant, body: SaveWeights) -> tuple[s
         return save, handle
 
     return await kept_call(tenant, opened.name(body.seq_id), "save_for_sampler", body, begin)
-
-
-@routes.post(PREFIX + "/save_weights_external")
-async def save_weights_external(request: web.Request) -> web.Response:
-    """Refuse the call. Its number still counts, as that of a supported call."""
-    tenant, body = tenant_of(request), await numbered_body(request, SaveWeights, _REFUSED_SAVE)
-    opened = await open_model(tenant, body.model_id)
-    error = CallerError(
-        "save_weights_external is not supported",
-        field="type",
-        remedy="use save_weights_for_sampler and download the checkpoint, which peft can read",
-    )
-    return await answer_with(_refused(opened, body.seq_id, _REFUSED_SAVE, error))
 
 
 @routes.post(PREFIX + "/load_weights")

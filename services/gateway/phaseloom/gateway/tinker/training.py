@@ -45,7 +45,7 @@ routes = web.RouteTableDef()
 @routes.post(PREFIX + "/create_model")
 async def create_model(request: web.Request) -> web.Response:
     tenant, body = tenant_of(request), await body_of(request, CreateModel)
-    await tenant.base(body.base_model)
+    base = await tenant.base(body.base_model)
     body.optimizer_config.check()
     lora = body.lora_config or LoraConfig(0)
     adapter = lora.adapter
@@ -60,7 +60,7 @@ async def create_model(request: web.Request) -> web.Response:
         tenant,
         body.session_id,
         body.model_seq_id,
-        ModelRecord("", "", "", body.base_model, 0, metadata_of(body.user_metadata), adapter),
+        ModelRecord("", "", "", base.name, 0, metadata_of(body.user_metadata), adapter),
     )
     return await answer_with(creating(tenant, record))
 

@@ -15,7 +15,7 @@ import tarfile
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import aiofiles
@@ -192,6 +192,8 @@ def _described(directory: Path, *, with_files: bool = False) -> SavedCheckpoint 
 PART_BYTES = 2**20
 """Most bytes in one answer."""
 IDLE_S = 60.0
+_READ_IDLE_S = 1.0
+"""As `IDLE_S`, for an archive that was read to its end."""
 MAX_OPEN = 64
 _BLOCK_BYTES = tarfile.BLOCKSIZE
 
@@ -219,6 +221,8 @@ class _Archive:
     pieces: Sequence[_Piece]
     """All bytes of the tar file, in order."""
     num_readers: int = 0
+    is_read: bool = False
+    """Whether its end was read."""
     expiry: asyncio.TimerHandle | None = field(default=None, repr=False)
 
     @property
@@ -263,7 +267,7 @@ class Archives:
         self._open: dict[str, _Archive] = {}
 
     async def open(self, request: OpenArchive) -> ArchiveOpened:
-        """Open a checkpoint's files as one tar file.
+        """Open a checkpoint's files as one tar file, or one of them as it is.
 
         Raises: CallerError: NOT_FOUND; a bad name. ResourceError: RESOURCE_EXHAUSTED: too many
                 archives are open; UNAVAILABLE: the disk fails.
@@ -306,7 +310,9 @@ class Archives:
             )
         archive.num_readers += 1
         try:
-            return ArchiveRead(await archive.read(request.offset))
+            content = await archive.read(request.offset)
+            archive.is_read = request.offset + len(content) == archive.num_bytes
+            return ArchiveRead(content)
         except (OSError, EOFError) as error:
             raise ResourceError(f"the archive cannot be read: {error!r}") from error
         finally:
@@ -324,7 +330,8 @@ class Archives:
         if archive.expiry is not None:
             archive.expiry.cancel()
         loop = asyncio.get_running_loop()
-        archive.expiry = loop.call_later(self._idle_s, self._expire, id, archive)
+        idle_s = min(self._idle_s, _READ_IDLE_S) if archive.is_read else self._idle_s
+        archive.expiry = loop.call_later(idle_s, self._expire, id, archive)
 
     def _expire(self, id: str, archive: _Archive) -> None:
         if archive.num_readers:
@@ -333,7 +340,7 @@ class Archives:
             archive.close()
 
     def _pieces(self, request: OpenArchive) -> list[_Piece]:
-        """Open all files of a checkpoint. Blocking. Raises: as `open`; OSError."""
+        """Open the requested files of a checkpoint. Blocking. Raises: as `open`; OSError."""
         pieces: list[_Piece] = []
         key, name = request.deployment, request.name
         directory = self._checkpoints.directory(key, name)
@@ -341,10 +348,20 @@ class Archives:
             with self._checkpoints.locked_if_there(key, name):
                 modified_s = saved_s(directory)
                 for path in files_of(directory):
-                    self._add(pieces, directory, path, modified_s)
+                    if request.file in ("", str(path.relative_to(directory))):
+                        self._add(pieces, directory, path, modified_s)
         except BaseException:
             _Archive("", pieces).close()
             raise
+        if request.file:
+            if not pieces:
+                raise CallerError(
+                    f"checkpoint {name!r} has no file {request.file!r}",
+                    code=Code.NOT_FOUND,
+                    field="file",
+                    remedy="name one of the files that `checkpoint.show` lists",
+                )
+            return [replace(pieces[1], start=0)]
         start = sum(piece.num_bytes for piece in pieces)
         return [*pieces, _Piece(start, 2 * _BLOCK_BYTES, bytes(2 * _BLOCK_BYTES))]
 
