@@ -101,7 +101,7 @@ async def run(settings: Settings, directory: Path) -> HidingReport:
     mesh_config = MeshConfig(nodes=nodes, tenants=[TENANT], seal_every=0)
     async with Mesh(mesh_config, directory) as mesh:
         await mesh.ready()
-        async with _recorded(mesh, settings.jobs) as entries:
+        async with recorded(mesh, settings.jobs) as entries:
             await _drive(settings, mesh)
         return report(settings, read_log(entries))
 
@@ -146,7 +146,7 @@ async def _control(settings: Settings, job: Job, seed: int) -> None:
 
 
 @asynccontextmanager
-async def _recorded(mesh: Mesh, num_jobs: int) -> AsyncIterator[list[Recorded]]:
+async def recorded(mesh: Mesh, num_jobs: int) -> AsyncIterator[list[Recorded]]:
     """A list that fills with the decision log; in the end it reaches to the last job's end."""
     entries: list[Recorded] = []
     ended: set[str] = set()

@@ -61,7 +61,7 @@ class Outcome:
 
 def plan(sizes_mib: Sequence[int]) -> dict[str, Callable[[Driver], Found]]:
     """The proofs by name, in their order."""
-    from loadtest.gpu import backends, proofs, sharding
+    from loadtest.gpu import backends, files, meshes, proofs, sharding
 
     planned: dict[str, Callable[[Driver], Found]] = {
         f"offload and load, {size} MiB": partial(proofs.round_trip, num_bytes=size * MiB)
@@ -79,6 +79,10 @@ def plan(sizes_mib: Sequence[int]) -> dict[str, Callable[[Driver], Found]]:
         "Green Contexts": proofs.green_contexts,
         "kvikio": proofs.kvikio_file,
         "kvikio beside direct I/O": proofs.kvikio_beside_direct,
+        "heap to NVMe and back by kvikio": files.heap_to_nvme,
+        "prefetch from NVMe": files.prefetched,
+        "two processes, default order": meshes.two_processes,
+        "two full-weight jobs": meshes.two_full_jobs,
     }
     for name in ("fsdp", "megatron", "sampler", "vllm"):
         planned[f"backend {name} over switches"] = partial(

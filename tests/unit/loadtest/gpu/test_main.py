@@ -56,7 +56,7 @@ def test_proofs_need_torch_and_the_standard_library_only() -> None:
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "18\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "22\n"), done.stderr
 
 
 def test_outcome_of_a_proof_is_what_it_found_or_why_not() -> None:
@@ -86,6 +86,7 @@ def test_what_this_machine_lacks_is_skipped_by_its_name(monkeypatch: pytest.Monk
         ("Green Contexts", "this torch has no Green Contexts"),
         ("NCCL's memory over switches", "this torch has no NCCL"),
         ("kvikio", "kvikio is not installed"),
+        ("heap to NVMe and back by kvikio", "kvikio is not installed"),
     ):
         outcome = run_proof(name, partial(proofs[name], nobody))
         assert outcome.verdict is Verdict.SKIPPED
