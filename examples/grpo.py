@@ -64,6 +64,7 @@ SETTABLE = (
     "seed",
     "checkpoint_every",
     "ahead",
+    "rounds",
 )
 """The settings that options of the command line can change."""
 
@@ -124,7 +125,7 @@ def save(job: Job, memory: Memory) -> OperationHandle[SaveStateResult]:
     )
 
 
-async def train(  # noqa: PLR0915 - one story, told in its order
+async def train(  # noqa: PLR0912, PLR0915 - one story, told in its order
     job: Job,
     name: str,
     settings: Settings,
@@ -230,12 +231,17 @@ async def train(  # noqa: PLR0915 - one story, told in its order
         if settings.checkpoint_every and number % settings.checkpoint_every == 0:
             memory.step = number
             update.append(save(job, memory))
+        ends_round = number % -(-settings.steps // max(1, settings.rounds)) == 0
         if number < settings.steps:
             await renew(published)
-            roll_out(number + 1 + settings.ahead)
+            if not ends_round:
+                roll_out(number + 1 + settings.ahead)
         for operation in update:
             await operation
         report("step", step=number, reward=statistics.fmean(chain.from_iterable(rewards)))
+        if ends_round and number < settings.steps:
+            await barrier("round")
+            roll_out(number + 1 + settings.ahead)
     end_t = time.time()
     await barrier("end")
 

@@ -38,6 +38,8 @@ class Settings:
     """Whether rollouts take new weights while they run, from their next token on. With it two runs
     are not the same."""
     eval_prompts: int = 256
+    rounds: int = 1
+    """The number of rounds of steps, between which the program waits at a barrier."""
     checkpoint_every: int = 0
     """The number of steps between two checkpoints, from which a new controller can go on; 0: there
     are no checkpoints."""

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import io
 
+import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from phaseloom.demo import verdict
-from phaseloom.demo.report import AloneRun, JobResult, Summary, read_log, summarize
+from phaseloom.demo.report import (
+    AloneRun,
+    JobResult,
+    Processors,
+    Summary,
+    Usage,
+    read_log,
+    summarize,
+)
 from tests.support.runlog import alone, shared
 
 
@@ -65,3 +75,26 @@ def test_printed_summary_without_a_baseline_has_no_comparison() -> None:
     said = summary(result("a"), result("b"), baseline=False)
     assert "saved" not in "\n".join(verdict.notes(said))
     assert verdict.hashes(said)[2] == "  sha-a  a"
+
+
+@pytest.mark.parametrize(
+    ("shared", "cause"),
+    [
+        (Usage(100.0, 90.0, 105.0), "busy with other work: the jobs' processes got 0.9 of 2 cores"),
+        (Usage(100.0, 190.0, 5.0), "share 2 cores, of which the jobs' processes used 1.9"),
+        (Usage(100.0, 100.0, 5.0), "switches took 6.0 s, of which 0.5 s were hidden"),
+    ],
+)
+def test_loss_is_told_as_a_cost_with_its_cause(shared: Usage, cause: str) -> None:
+    said = replace(
+        summary(result("a"), result("b")),
+        saved_percent=-74.7,
+        processors=Processors(2, Usage(80.0, 120.0, 8.0), shared),
+    )
+    lines = "\n".join(verdict.notes(said))
+    assert "cost 74.7 % more device-seconds per training step than one job after the other" in lines
+    assert f"because {cause}" in lines.replace("the machine was ", "").replace(
+        "the emulated devices ", ""
+    )
+    assert "alone 30.00 s in 20.00 s (1.5 of 2 cores, other programs 0.1)" in lines
+    assert "-74.7" not in lines

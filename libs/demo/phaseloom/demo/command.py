@@ -37,8 +37,18 @@ from phaseloom.demo import verdict
 from phaseloom.demo.controllers import Controllers, ControllerSpec, find_example
 from phaseloom.demo.pictures import Panel, draw_rewards, draw_timeline
 from phaseloom.demo.progress import Progress
-from phaseloom.demo.report import AloneRun, JobResult, RunLog, Summary, read_log, summarize
+from phaseloom.demo.report import (
+    AloneRun,
+    JobResult,
+    Processors,
+    RunLog,
+    Summary,
+    Usage,
+    read_log,
+    summarize,
+)
 from phaseloom.demo.timeline import write_timeline
+from phaseloom.demo.turns import Clock, Turn, num_cores, without_pauses
 from phaseloom.simulator.predictions import accuracy, durations, predictions
 from phaseloom.simulator.tables import TWO_CORES_TABLE
 
@@ -46,6 +56,8 @@ TASKS = ("chain_sum", "letter_counting")
 TENANT = "demo"
 LAST_EVENTS_TIMEOUT_S = 5.0
 """Longest wait, after a controller ends, for the log entry of its last operation."""
+ROUNDS = 5
+"""Rounds of a comparison: some 18 steps of each job."""
 _LEAST_WEIGHTS_BYTES = 4 * 2**20
 """Devices and host memory have room for at least a model of this size."""
 TINY_KV_CACHE_BYTES = 32 * 2**20
@@ -62,6 +74,7 @@ class FinishedRun:
 
     results: list[JobResult]
     log: RunLog
+    usage: Usage
 
 
 async def demo(
@@ -128,7 +141,7 @@ async def demo(
     """
     console = Console(highlight=False)
     check_prerequisites()
-    mesh, program = MeshConfig(), Program(find_example())
+    mesh, program = MeshConfig(), Program(find_example(), rounds=ROUNDS)
     if pretrained is not None:
         mesh, program = await asyncio.to_thread(for_pretrained, pretrained)
     if adapter is not None:
@@ -169,9 +182,9 @@ async def demo(
     specs = [ControllerSpec(task, task, seed, steps) for task in jobs]
     failures: list[PhaseloomError] = []
     try:
-        alone = await _run_alone(specs, program, settings, run_dir, console) if baseline else []
-        title = "Both jobs, sharing the devices"
-        shared = await _run(specs, program, settings, run_dir, console, title=title)
+        alone, shared = await _run_all(
+            specs, program, settings, run_dir, console, baseline=baseline
+        )
     except* PhaseloomError as failed:
         failures = _flatten(failed)
     if failures:
@@ -259,6 +272,8 @@ class Program:
 
     script: Path
     arguments: Sequence[str] = ()
+    rounds: int = 1
+    """How often the runs of a comparison take turns; 1: they run one after another."""
 
 
 def for_pretrained(directory: Path) -> tuple[MeshConfig, Program]:
@@ -326,21 +341,36 @@ def check_prerequisites() -> None:
     check_installed("the demo", packages, "worker,demo")
 
 
-async def _run_alone(
+async def _run_all(
     specs: Sequence[ControllerSpec],
     program: Program,
     settings: MeshConfig,
     run_dir: Path,
     console: Console,
-) -> list[AloneRun]:
-    runs = []
-    for spec in specs:
-        directory = run_dir / f"alone-{spec.job}"
-        finished = await _run(
-            [spec], program, settings, directory, console, title=f"{spec.job} alone"
-        )
-        runs.append(AloneRun(finished.results[0], finished.log))
-    return runs
+    *,
+    baseline: bool,
+) -> tuple[list[FinishedRun], FinishedRun]:
+    """Run each job alone, if there is a baseline, and all jobs together.
+
+    They take turns if the program has rounds: a change of the machine's load then affects all.
+    """
+    plans = [([spec], run_dir / f"alone-{spec.job}", f"{spec.job} alone") for spec in specs]
+    plans = [*(plans if baseline else []), ([*specs], run_dir, "Both jobs, sharing the devices")]
+    turn = asyncio.Lock() if program.rounds > 1 and baseline else None
+    if turn is not None:
+        words = [*program.arguments, "--rounds", str(program.rounds)]
+        program = Program(program.script, words)
+    running = [
+        _run(jobs, program, settings, directory, console, title=title, turn=turn)
+        for jobs, directory, title in plans
+    ]
+    if turn is None:
+        finished = [await run for run in running]
+    else:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(run) for run in running]
+        finished = [task.result() for task in tasks]
+    return finished[:-1], finished[-1]
 
 
 async def _run(
@@ -351,40 +381,53 @@ async def _run(
     console: Console,
     *,
     title: str,
+    turn: asyncio.Lock | None = None,
 ) -> FinishedRun:
     """Run controllers on a new mesh, and record the run.
+
+    Args:   turn: held while the run does something, if it takes turns with others.
 
     Raises: ExceptionGroup or PhaseloomError: the mesh did not start, or a controller failed.
     """
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     events = run_dir / "events.jsonl"
-    with Progress(console, title, [spec.job for spec in specs]) as progress:
-        async with Mesh(settings, run_dir) as mesh:
-            await mesh.ready()
-            environment = {
-                "PHASELOOM_URL": mesh.url,
-                "PHASELOOM_TENANT": TENANT,
-                "PHASELOOM_PASSWORD": mesh.credentials.tenants[TENANT],
-                "PHASELOOM_TELEMETRY_SPANS_DIR": str(run_dir / "spans"),
-            }
-            controllers = Controllers(
-                program.script,
-                specs,
-                environment=environment,
-                logs=logs,
-                on_line=progress.on_line,
-                arguments=program.arguments,
-            )
-            bus = await Bus.open(mesh.credentials.bus, "recorder")
-            try:
-                results = await _recorded(controllers, bus, events, progress)
-            finally:
-                await bus.close()
+    progress = Progress(console, title, [spec.job for spec in specs])
+    async with Turn(turn, progress) as own, Mesh(settings, run_dir) as mesh:
+        await mesh.ready()
+        environment = {
+            "PHASELOOM_URL": mesh.url,
+            "PHASELOOM_TENANT": TENANT,
+            "PHASELOOM_PASSWORD": mesh.credentials.tenants[TENANT],
+            "PHASELOOM_TELEMETRY_SPANS_DIR": str(run_dir / "spans"),
+        }
+        controllers = Controllers(
+            program.script,
+            specs,
+            environment=environment,
+            logs=logs,
+            on_line=progress.on_line,
+            arguments=program.arguments,
+            at_barrier=own.at_barrier,
+        )
+        bus = await Bus.open(mesh.credentials.bus, "recorder")
+        try:
+            results = await _recorded(controllers, bus, events, progress)
+        finally:
+            await bus.close()
     # Services write their last spans as they stop.
     spans = await asyncio.to_thread(read_spans, run_dir / "spans")
     await asyncio.to_thread(write_timeline, spans, run_dir / "timeline.json")
-    return FinishedRun(results, read_log(read_events(events)))
+    clock = Clock(own.pauses)
+    moved = [
+        replace(
+            result,
+            grpo_start_unix_s=clock.at(result.grpo_start_unix_s),
+            grpo_end_unix_s=clock.at(result.grpo_end_unix_s),
+        )
+        for result in results
+    ]
+    return FinishedRun(moved, without_pauses(read_log(read_events(events)), own.pauses), own.usage)
 
 
 async def _recorded(
@@ -406,8 +449,9 @@ async def _recorded(
 
 
 def _write_results(
-    run_dir: Path, seed: int, shared: FinishedRun, alone: Sequence[AloneRun]
+    run_dir: Path, seed: int, shared: FinishedRun, baseline: Sequence[FinishedRun]
 ) -> Summary:
+    alone = [AloneRun(run.results[0], run.log) for run in baseline]
     notes = [OVERLAP_NOTE] if any(r.name == "chain_sum" for r in shared.results) else []
     recorded = read_entries(run_dir / "events.jsonl")
     entries = [(entry.sequence, entry.time_unix_s, entry.event) for entry in recorded]
@@ -420,6 +464,11 @@ def _write_results(
         notes=notes,
         predicted_starts=accuracy(predictions(entries)),
         predicted_durations=durations(entries),
+        processors=Processors(
+            num_cores(),
+            sum((run.usage for run in baseline), Usage()),
+            shared.usage,
+        ),
     )
     written = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     (run_dir / "summary.json").write_bytes(written + b"\n")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from phaseloom.demo.report import JobResult
 
 LINE_LIMIT_BYTES = 2**20
 STOP_TIMEOUT_S = 5.0
-BARRIERS = ("start", "end")
+BARRIERS = ("start", "round", "end")
 
 ControllerLine = dict[str, Any]
 """A line of a controller's stdout, decoded."""
@@ -56,6 +56,8 @@ class Controllers:
           environment: variables to reach the mesh, in addition to the inherited ones.
           arguments: further arguments for every command line.
           on_line: called with (job, line) for every line that a controller writes.
+          at_barrier: called once at each barrier, when all controllers have reached it; they go on
+              when it returns.
     """
 
     def __init__(
@@ -67,7 +69,9 @@ class Controllers:
         logs: Path,
         on_line: Callable[[str, ControllerLine], None],
         arguments: Sequence[str] = (),
+        at_barrier: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
+        self._at_barrier = at_barrier
         self._arguments = arguments
         self._specs = specs
         self._environment = {**config.inherited(), **environment}
@@ -126,7 +130,10 @@ class Controllers:
             lines.append(line)
             self._on_line(spec.job, line)
             if line["event"] == "barrier":
-                await self._barriers[line["name"]].wait()
+                barrier = self._barriers[line["name"]]
+                if await barrier.wait() == 0 and self._at_barrier is not None:
+                    await self._at_barrier(line["name"])
+                await barrier.wait()
                 process.stdin.write(b"\n")
                 await process.stdin.drain()
         return lines

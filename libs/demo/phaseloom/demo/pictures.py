@@ -99,7 +99,8 @@ def headline(summary: Summary) -> str:
         return f"{len(summary.jobs)} RL jobs on {summary.devices} devices: {switches}"
     return (
         f"{len(summary.jobs)} RL jobs on the same {summary.devices} devices: "
-        f"{summary.saved_percent:.1f} % of the device-seconds saved "
+        f"{abs(summary.saved_percent):.1f} % "
+        f"{'of the device-seconds saved' if summary.saved_percent >= 0 else 'more device-seconds'} "
         f"(bound {summary.bound_saved_percent:.1f} %), {switches}"
     )
 

@@ -328,6 +328,34 @@ class Baseline(msgspec.Struct, frozen=True):
     """Whether each job's weights have the same SHA-256 alone and shared."""
 
 
+class Usage(msgspec.Struct, frozen=True):
+    """The processor time of the measured rounds of some runs."""
+
+    wall_s: float = 0.0
+    processor_s: float = 0.0
+    """Of the mesh and the controllers."""
+    others_s: float = 0.0
+    """Of all other programs on the machine."""
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.wall_s + other.wall_s,
+            self.processor_s + other.processor_s,
+            self.others_s + other.others_s,
+        )
+
+    def __sub__(self, other: Usage) -> Usage:
+        return self + Usage(-other.wall_s, -other.processor_s, -other.others_s)
+
+
+class Processors(msgspec.Struct, frozen=True):
+    """The processor time of the GRPO steps, all jobs together."""
+
+    cores: int
+    alone: Usage
+    shared: Usage
+
+
 class DeviceSeconds(msgspec.Struct, frozen=True):
     alone: float | None
     shared: float
@@ -377,6 +405,7 @@ class Summary(msgspec.Struct, frozen=True):
     """Errors of the starts that `explain` predicted in the whole shared run; None: not computed."""
     predicted_durations: PredictedDurations | None = None
     """Errors of the durations that the profiler predicted in the whole shared run."""
+    processors: Processors | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,6 +426,7 @@ def summarize(
     notes: Sequence[str] = (),
     predicted_starts: PredictedStarts | None = None,
     predicted_durations: PredictedDurations | None = None,
+    processors: Processors | None = None,
 ) -> Summary:
     """Summarize a shared run, and compare it with the same jobs alone if those were run.
 
@@ -435,6 +465,7 @@ def summarize(
         notes=list(notes),
         predicted_starts=predicted_starts,
         predicted_durations=predicted_durations,
+        processors=processors,
     )
 
 

@@ -32,11 +32,18 @@ def notes(summary: Summary) -> list[str]:
     total, operations = summary.whole_run, summary.operations
     lines = []
     if summary.saved_percent is not None and summary.bound_saved_percent is not None:
+        percent = summary.saved_percent
+        told = f"saved {percent:.1f} % of the device-seconds per training step"
+        if percent < 0:
+            told = (
+                f"cost {-percent:.1f} % more device-seconds per training step than one job after "
+                f"the other, because {_cause(summary)}"
+            )
         lines.append(
-            f"saved {summary.saved_percent:.1f} % of the device-seconds per training step; the "
-            f"phases measured alone allow at most {summary.bound_saved_percent:.1f} %, two "
-            "synchronous jobs 50 %"
+            f"{told}; the phases measured alone allow a saving of at most "
+            f"{summary.bound_saved_percent:.1f} %, two synchronous jobs 50 %"
         )
+        lines += _processors(summary)
         if summary.saved_percent > summary.bound_saved_percent:
             lines.append(
                 "note: the saving exceeds the bound, so this machine was slower while the jobs ran "
@@ -46,7 +53,7 @@ def notes(summary: Summary) -> list[str]:
     if total.saved_percent is not None and total.alone_seconds is not None:
         line += (
             f" shared, {total.alone_seconds:.1f} s one job after the other: "
-            f"{total.saved_percent:.1f} % saved"
+            f"{abs(total.saved_percent):.1f} % {'saved' if total.saved_percent >= 0 else 'more'}"
         )
     lines.append(line)
     lines.append(
@@ -67,6 +74,52 @@ def notes(summary: Summary) -> list[str]:
             f"{100 * lasted.error_p50:.0f} %, {100 * lasted.error_p90:.0f} % at the 90th percentile"
         )
     return [*lines, *(f"note: {note}" for note in summary.notes)]
+
+
+BUSY_SHARE = 0.1
+"""Share of the cores from which other programs count as the cause of a slow run."""
+FULL_SHARE = 0.85
+"""Share of the cores from which the jobs themselves count as having all of them."""
+
+
+def _cause(summary: Summary) -> str:
+    """Return the most likely reason for a shared run that took longer."""
+    processors = summary.processors
+    if processors is not None and processors.shared.wall_s > 0:
+        cores, shared = processors.cores, processors.shared
+        got, others = shared.processor_s / shared.wall_s, shared.others_s / shared.wall_s
+        if others >= BUSY_SHARE * cores:
+            return (
+                f"the machine was busy with other work: the jobs' processes got {got:.1f} of "
+                f"{cores} cores, other programs {others:.1f}"
+            )
+        if got >= FULL_SHARE * cores:
+            return (
+                f"the emulated devices share {cores} cores, of which the jobs' processes used "
+                f"{got:.1f}: there was no idle time to fill"
+            )
+    waited = max(summary.waiting_share.values(), default=0.0)
+    hidden_s = summary.hidden_switch_seconds
+    return (
+        f"switches took {summary.switch_seconds:.1f} s, of which {hidden_s:.1f} s were hidden, and "
+        f"a device stood idle despite ready work for {100 * waited:.0f} % of the time"
+    )
+
+
+def _processors(summary: Summary) -> list[str]:
+    """Compare processor time with wall time."""
+    processors = summary.processors
+    if processors is None or not (processors.alone.wall_s and processors.shared.wall_s):
+        return []
+    steps = sum(job.steps for job in summary.jobs)
+    words = []
+    for name, usage in (("alone", processors.alone), ("shared", processors.shared)):
+        words.append(
+            f"{name} {usage.processor_s / steps:.2f} s in {usage.wall_s / steps:.2f} s "
+            f"({usage.processor_s / usage.wall_s:.1f} of {processors.cores} cores, other programs "
+            f"{usage.others_s / usage.wall_s:.1f})"
+        )
+    return [f"processor time per training step: {', '.join(words)}"]
 
 
 def problems(summary: Summary, *, judges_rewards: bool) -> list[str]:
@@ -121,9 +174,11 @@ def _devices(summary: Summary) -> Table:
     table.add_row("device-seconds per training step", alone, f"{per_step.shared:.3f}")
     if summary.saved_percent is not None and summary.bound_saved_percent is not None:
         table.add_row(
-            "saved (bound that the phases allow)",
+            "saved (bound that the phases allow)"
+            if summary.saved_percent >= 0
+            else "more than alone (saving that the phases allow)",
             "",
-            f"{summary.saved_percent:.1f} % ({summary.bound_saved_percent:.1f} %)",
+            f"{abs(summary.saved_percent):.1f} % ({summary.bound_saved_percent:.1f} %)",
         )
     alone_switches = (
         str(sum(job.context_switches for job in summary.baseline.jobs)) if summary.baseline else "–"
