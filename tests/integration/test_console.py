@@ -243,6 +243,11 @@ async def test_streams_of_one_key_are_bounded_and_bad_input_is_no_failure(shown:
         answer = await shown.ask(path)
         assert answer.status in (400, 401, 404), path
         answer.close()
+    answer = await shown.ask("/", headers={"X": "a" * 10_000})
+    assert answer.status == 400
+    assert "malformed: Got more than 8190 bytes" in (await answer.json())["error"]["message"]
+    assert "Content-Security-Policy" in answer.headers
+    assert (await shown.state()).origin_s == origin_s, "the next request is served"
 
 
 async def next_update(stream: aiohttp.ClientResponse) -> tuple[str, Update]:

@@ -116,6 +116,11 @@ async def test_addresses_and_headers_of_any_form_are_no_failure(served: Served) 
         ("GET /v1/models", "Host: [::1\r\n", 200),
         ("POST /v1/completions", "Content-Length: -5\r\n", 400),
         ("POST /v1/completions", "Content-Encoding: gzip\r\nContent-Length: 2\r\n", 400),
+        ("POST /v1/completions", "Transfer-Encoding: chunked\r\n", 400),
+        ("GET /v1/models", f"X: {'a' * 10_000}\r\n", 400),
+        ("GET /v1/models", "nonsense\r\n", 400),
+        (f"GET /v1/models/{'a' * 10_000}", "", 400),
+        ("\x16\x03\x01", "", 400),
         (f"GET /api/v1/sessions?limit={'9' * 5000}", "", 400),
         ("GET /api/v1/sessions?limit=%D9%A3", "", 400),
         ("GET /api/v1/sessions?offset=-1", "", 400),
@@ -129,9 +134,11 @@ async def test_addresses_and_headers_of_any_form_are_no_failure(served: Served) 
         try:
             writer.write(text.encode(errors="surrogateescape"))
             status = (await reader.readline()).split()[1]
+            head = await reader.readuntil(b"\r\n\r\n")
         finally:
             writer.close()
         assert int(status) == expected, (line, headers, status)
+        assert expected == 200 or b"Content-Type: application/json" in head, (line, headers, head)
 
 
 @pytest.mark.slow

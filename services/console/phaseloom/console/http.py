@@ -350,6 +350,13 @@ def _refused(status: int, info: ErrorInfo) -> web.Response:
     )
 
 
+def malformed(reason: str) -> web.Response:
+    """Make the response to a request that cannot be parsed."""
+    response = _refused(400, ErrorInfo(Code.INVALID_ARGUMENT, reason))
+    response.headers.update(_HEADERS)
+    return response
+
+
 @web.middleware
 async def _uniform_response(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Return all errors in one form, and add the page's security policy to every response."""

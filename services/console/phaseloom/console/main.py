@@ -13,9 +13,10 @@ from aiohttp import web
 
 from phaseloom.common.observability.telemetry import TelemetryConfig
 from phaseloom.common.process import config, lifecycle
+from phaseloom.common.process.malformed import answer_malformed
 from phaseloom.common.transport.serving import service_bus
 from phaseloom.console.core.view import HISTORY, View
-from phaseloom.console.http import Keys, application
+from phaseloom.console.http import Keys, application, malformed
 from phaseloom.console.shell import Shell
 
 _END_S = 1.0
@@ -59,6 +60,7 @@ async def serve(stop: asyncio.Event) -> None:
             shutdown_timeout=_END_S,
         )
         await runner.setup()
+        answer_malformed(runner, malformed)
         try:
             await web.TCPSite(runner, settings.host, settings.port).start()
             await lifecycle.unless_stopped(stop, shell.run())

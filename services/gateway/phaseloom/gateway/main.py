@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import socket
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -14,13 +15,14 @@ from aiohttp import web
 from phaseloom.client import CallerError, connect
 from phaseloom.common.contract.sizes import Size
 from phaseloom.common.process import config, lifecycle
+from phaseloom.common.process.malformed import answer_malformed
 from phaseloom.common.process.workers import WorkerPool
 from phaseloom.common.transport import connection
 from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
 from phaseloom.common.transport.serving import service_bus
 from phaseloom.gateway import checkpoints, openai, tinker
 from phaseloom.gateway.futures import Futures
-from phaseloom.gateway.http import WORKERS, answered
+from phaseloom.gateway.http import WORKERS, answered, refused
 from phaseloom.gateway.models import Backends, Models
 from phaseloom.gateway.records import Book
 from phaseloom.gateway.replicas import (
@@ -192,6 +194,7 @@ async def _listen(
     """
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_END_S, auto_decompress=False)
     await runner.setup()
+    answer_malformed(runner, partial(refused, "", 400, field=""))
     keeping = [asyncio.create_task(seat.keep()) for seat in seats]
     try:
         await web.SockSite(runner, listener).start()
