@@ -27,7 +27,7 @@ SCENARIOS := plexrl-fig7b plexrl-fig8 plexrl-hrrs plexrl-relaxation weave-fig14 
 ON := tests/integration/test_
 TESTS_cli := tests/unit/cli tests/unit/demo $(wildcard $(ON)cli_*.py) $(addprefix $(ON),supervisor.py top.py \
 	observability.py node_example.py compose.py helm.py images.py slurm.py \
-	systemd.py)
+	systemd.py dist.py)
 TESTS_client := tests/unit/client tests/unit/examples $(addprefix $(ON),client.py \
 	contract_on_mesh.py fuzz.py)
 TESTS_common := tests/unit/common tests/unit/test_*.py $(addprefix $(ON),backup.py bus.py leases.py \
@@ -75,7 +75,7 @@ export OMP_NUM_THREADS = 1
 # Where it is set, each of the processes that a test starts would compile all our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-real up test $(SUBJECTS:%=test-%) test-long test-slow test-vllm test-megatron test-kvikio test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-spatial bench-tails bench-scale bench-servers loadtest chaos hostile powercuts console gpu-check simulate clean
+.PHONY: help demo demo-real up test $(SUBJECTS:%=test-%) test-long test-slow test-vllm test-megatron test-kvikio test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-spatial bench-tails bench-scale bench-servers loadtest chaos hostile powercuts console dist gpu-check simulate clean
 
 ## help: say what there is to make; also where nothing is named
 help:
@@ -223,6 +223,11 @@ gpu-check:
 ## simulate: every figure of the papers, and the orderings on other mixes, in the scheduler's simulator; results in runs/simulate
 simulate: $(VENV)/.test
 	for name in $(SCENARIOS); do $(BIN)/python -m loadtest simulate $$name $(ARGS) || exit 1; done
+
+## dist: build a wheel and an sdist into dist/
+dist: $(VENV)/.test
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
 
 ## console: build the console's page from services/console/web, for those who change it; needs Node
 console:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -120,3 +121,14 @@ def test_interpreters_are_probed_as_the_agent_would_use_them(tmp_path: Path) -> 
     (none,) = doctor.interpreter_findings({str(tmp_path / "python"): ["vllm"]})
     assert none.verdict is Verdict.FAILED
     assert str(tmp_path) in none.remedy
+
+
+def test_directory_that_cannot_be_written_is_a_result(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was an error, and nothing else was checked."""
+    assert doctor.doctor(runs=Path("/sys/runs"), json=True) == 1
+    checks = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    (disk,) = [check for check in checks if check["check"] == "disk"]
+    assert disk["verdict"] == "failed"
+    assert "/sys cannot be written" in disk["found"]
+    assert "--runs" in disk["remedy"]
+    assert {"python", "clock", "mesh"} <= {check["check"] for check in checks}

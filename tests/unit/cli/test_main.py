@@ -154,3 +154,16 @@ def test_ctrl_c_ends_a_simulation_at_once(tmp_path: Path, num_started: int) -> N
     _, said = running.communicate(timeout=30)
     assert running.returncode == 130
     assert "Traceback" not in said
+
+
+def test_completion_is_installed_for_the_shell(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "phaseloom", "--install-completion", "--shell", "bash"],
+        env=os.environ | {"HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    scripts = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any("--new-keys" in path.read_text() for path in scripts)

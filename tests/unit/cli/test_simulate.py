@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from phaseloom.cli import extras
 from phaseloom.cli.simulate import simulate
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.scheduler.core.policies.registry import ORDERING, PLACEMENT
@@ -72,3 +73,13 @@ def test_missing_workload_and_unknown_policy_are_refused(workload: Path, tmp_pat
     with pytest.raises(CallerError) as refused:
         simulate(workload=workload, processes=-1, out=tmp_path)
     assert refused.value.info.field == "processes"
+
+
+def test_missing_package_is_reported_before_anything_is_simulated(
+    workload: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extras, "missing", list)
+    with pytest.raises(CallerError, match="not installed: matplotlib") as refused:
+        simulate(workload=workload, out=tmp_path / "out", processes=1)
+    assert refused.value.info.remedy == "pip install 'phaseloom[simulator]'"
+    assert not (tmp_path / "out").exists()

@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from phaseloom.cli.meshconfig import MeshConfig
-from phaseloom.cli.output import print_whole
+from phaseloom.cli.output import print_json, print_whole
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.errors import PhaseloomError, ResourceError
 from phaseloom.common.contract.state_agent import DiskMethod, DiskPath
@@ -106,8 +106,7 @@ def doctor(
         *asyncio.run(server_findings()),
     ]
     if json:
-        for finding in findings:
-            print(msgspec.json.encode(finding).decode())
+        print_json(*findings)
     else:
         print_whole(console or Console(), _table(findings))
     return int(any(finding.verdict is Verdict.FAILED for finding in findings))
@@ -241,9 +240,18 @@ def check_memlock(limit: int, *, has_gpu: bool) -> Finding:
 
 
 def _disk(runs: Path) -> Iterator[Finding]:
-    existing = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
-    yield check_disk(shutil.disk_usage(existing).free, existing)
-    yield check_fsync(_fsync_s(existing))
+    existing = next(
+        path for path in (runs.absolute(), *runs.absolute().parents) if os.path.exists(path)
+    )
+    try:
+        free_bytes, fsync_s = shutil.disk_usage(existing).free, _fsync_s(existing)
+    except OSError as error:
+        problem = f"{existing} cannot be written: {error.strerror}"
+        remedy = "name a directory that you may write to with --runs, here and for `phaseloom up`"
+        yield Finding("disk", Verdict.FAILED, problem, remedy)
+        return
+    yield check_disk(free_bytes, existing)
+    yield check_fsync(fsync_s)
     yield _nvme(existing, _disk_method())
 
 

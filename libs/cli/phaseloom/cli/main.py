@@ -64,6 +64,7 @@ def application() -> App:
         # have no `--no-…` form, because all are off by default.
         default_parameter=Parameter(parse=re.compile("^(?!console$)"), negative=()),
     )
+    app.register_install_completion_command(help="Add completion to bash, zsh or fish.")
     for place, line in _COMMANDS.items():
         name = place.partition(":")[2].replace("_", "-")
         path = place if place.startswith("phaseloom.") else f"{__package__}.{place}"

@@ -23,3 +23,8 @@ def print_json(*values: object) -> None:
     """Print each value as one line of JSON, the form of every command's `--json`."""
     for value in values:
         print(msgspec.json.encode(value).decode())
+
+
+def with_names(value: object, **names: str) -> dict[str, object]:
+    """Return a record as an object for `print_json`, with names that the record does not have."""
+    return {**names, **msgspec.to_builtins(value)}

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from phaseloom.cli.output import print_whole
+from phaseloom.cli.output import print_json, print_whole, with_names
 from phaseloom.cli.rundir import bus_config, open_bus
 from phaseloom.common.contract.api import JobStatus
 from phaseloom.common.contract.codec import decode
@@ -62,8 +62,7 @@ def list_runs(
     target = console or Console()
     if json:
         for (key, _), status in listed.items():
-            line = {"tenant": key.tenant, **msgspec.to_builtins(status)}
-            target.print(msgspec.json.encode(line).decode(), soft_wrap=True, markup=False)
+            print_json(with_names(status, tenant=key.tenant))
     else:
         print_whole(target, run_table(listed, time.time()))
 
@@ -74,6 +73,7 @@ def prune(
     days: float | None = None,
     keep: int | None = None,
     dry_run: bool = False,
+    json: bool = False,
     run: Path | None = None,
     console: Console | None = None,
 ) -> None:
@@ -91,6 +91,8 @@ def prune(
         Keep this many of the newest runs of each job.
     dry_run
         Print what would be deleted, and delete nothing.
+    json
+        Print one JSON object per run and line.
     run
         Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
     """
@@ -104,6 +106,8 @@ def prune(
                 f"{field} must be at least 0, got {value:g}", field=field, remedy="use 0 or more"
             )
     pruned = uvloop.run(_prune(bus_config(run), job, days, keep, dry_run))
+    if json:
+        return print_json(*({"job": str(key), "run": name} for key, name in pruned))
     target = console or Console()
     for key, name in pruned:
         verb = "would be deleted" if dry_run else "deleted"

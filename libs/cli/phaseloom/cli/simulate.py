@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from phaseloom.cli.extras import check_installed
 from phaseloom.common.contract.errors import CallerError
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def run_and_show(
     """Run a comparison with a progress bar, print its table, and write its JSON and its picture."""
     from phaseloom.simulator.comparison.report import table, write
 
+    check_installed("the picture of a simulation", ("matplotlib",), "simulator")
     options.check()
     console = Console(highlight=False)
     if not console.is_terminal:

@@ -6,12 +6,11 @@ import asyncio
 from collections import Counter
 from pathlib import Path
 
-import msgspec
 import uvloop
 from rich.console import Console
 from rich.table import Column, Table
 
-from phaseloom.cli.output import print_whole
+from phaseloom.cli.output import print_json, print_whole
 from phaseloom.cli.rundir import bus_config, open_bus
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.state_agent import DeploymentState, SharedCopyState, StatusReport
@@ -50,7 +49,7 @@ def state(
     for name, report in sorted(reports.items()):
         if json:
             content = report if isinstance(report, StatusReport) else report.info
-            print(msgspec.json.encode({"node": name, "report": content}).decode())
+            print_json({"node": name, "report": content})
         elif isinstance(report, StatusReport):
             target.print(headline(name, report), soft_wrap=True)
             for table in tables(report):

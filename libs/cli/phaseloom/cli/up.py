@@ -300,7 +300,8 @@ def _models(mesh: Mesh) -> list[str]:
 
 def _console(mesh: Mesh) -> list[str]:
     if not mesh.config.console_port:
-        return []
+        absent = missing(_CONSOLE_PACKAGES)
+        return ["no console: run pip install 'phaseloom[console]' to have one"] if absent else []
     return [
         f"console: {mesh.console_url()}",
         *(f"  for tenant {tenant}: {mesh.console_url(tenant)}" for tenant in mesh.config.tenants),
@@ -310,7 +311,9 @@ def _console(mesh: Mesh) -> list[str]:
 def _newest_settings(runs: Path) -> MeshConfig:
     """Return the settings of the newest run, whose ports a new one has again if they are free."""
     newest = newest_run(runs)
-    return (settings_of(newest) if newest is not None else None) or MeshConfig()
+    with suppress(CallerError):  # damaged settings of an old run do not stop a new one
+        return (settings_of(newest) if newest is not None else None) or MeshConfig()
+    return MeshConfig()
 
 
 def _free_port(preferred: int, excluded: int, packages: tuple[str, ...] = _CONSOLE_PACKAGES) -> int:

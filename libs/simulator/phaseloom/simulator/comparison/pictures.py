@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.observability.palette import COLOURS
 from phaseloom.simulator.comparison.report import Record, groups_of, values
 
@@ -21,18 +20,9 @@ DOTS_PER_INCH = 130
 def canvas(
     path: Path, num_panels: int, *, width: float = 5.0, height: float = 3.6, across: bool = True
 ) -> Iterator[list[Axes]]:
-    """Yield panels, side by side or stacked, and save them to `path` at the end of the block.
+    """Yield panels, side by side or stacked, and save them to `path` at the end of the block."""
+    from matplotlib.figure import Figure
 
-    Raises: CallerError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise CallerError(
-            "matplotlib is not installed",
-            code=Code.FAILED_PRECONDITION,
-            remedy="pip install 'phaseloom[simulator]'",
-        ) from None
     rows, columns = (1, num_panels) if across else (num_panels, 1)
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
