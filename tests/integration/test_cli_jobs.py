@@ -46,6 +46,10 @@ async def test_jobs_are_listed_and_waiting_operations_explained(tmp_path: Path) 
             listed = await asyncio.to_thread(shown, jobs, run=run)
             assert f"run {job.run}, #baseline, #[b]x, lr=0.5, [red]=[1]" in listed
             assert "demo.mine" in listed
+            text = await asyncio.to_thread(shown, jobs, run=run, json=True, profile=True)
+            (row,) = [json.loads(line) for line in text.splitlines()]
+            assert (row["tenant"], row["job"], row["run"]) == ("demo", "mine", job.run)
+            assert "profile" in row
             assert "train-0" in listed
             assert "g1" in listed, "where it is"
             placed = await asyncio.to_thread(shown, explain, "demo.mine", run=run)
@@ -55,6 +59,10 @@ async def test_jobs_are_listed_and_waiting_operations_explained(tmp_path: Path) 
                 await wire.send("mine.policy.11", waiting)
                 text = await asyncio.to_thread(explain_until_known, run, "demo.mine.policy.11")
             assert "publish_weights, queued" in text
+            record = await asyncio.to_thread(
+                shown, explain, "demo.mine.policy.11", run=run, json=True
+            )
+            assert json.loads(record)["tenant"] == "demo"
             assert "waits for" in text
             other = await connection.submit_job("other", [spec])
             await other.deployment("policy").publish_weights()
@@ -64,6 +72,8 @@ async def test_jobs_are_listed_and_waiting_operations_explained(tmp_path: Path) 
             async with asyncio.timeout(60):
                 while (await other.status()).state != "done":
                     await asyncio.sleep(0.01)
+            cancelled = await asyncio.to_thread(shown, cancel, "demo.mine", run=run, json=True)
+            assert json.loads(cancelled)["state"] == "cancelled"
             cancelled = await asyncio.to_thread(shown, cancel, "demo.mine", run=run)
             assert cancelled.strip() == "demo.mine: cancelled"
             done = await asyncio.to_thread(shown, explain, "demo.mine.policy.1", run=run)
@@ -98,7 +108,7 @@ async def check_runs(run: Path, connection: client.Mesh, first: str, spec: Deplo
     for dry in (True, False):
         deleted = await asyncio.to_thread(shown, prune, keep=0, dry_run=dry, run=run)
         assert f"demo.mine {first}" in deleted
-        assert second.run not in deleted, "it goes on"
+        assert f"demo.mine {second.run}" not in deleted, "it goes on"
     left = await asyncio.to_thread(shown, list_runs, json=True, run=run)
     assert [json.loads(line)["run"] for line in left.splitlines()] == [second.run]
     assert "no run to delete" in await asyncio.to_thread(shown, prune, keep=0, run=run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +15,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from phaseloom.cli.main import _CHECKPOINT_COMMANDS, _COMMANDS, _MODEL_COMMANDS, application
+from phaseloom.cli.main import (
+    _CHECKPOINT_COMMANDS,
+    _COMMANDS,
+    _EXAMPLES,
+    _MODEL_COMMANDS,
+    application,
+)
 from tests.support.processes import descendant_pids
 
 WORKLOAD = Path(__file__).parents[3] / "loadtest/papers/data/Mixed_seed0_nodesA.csv"
@@ -100,7 +107,16 @@ def test_help_of_every_command_says_what_each_of_its_options_is() -> None:
         text = written.getvalue()
         assert " ".join(("Usage: phaseloom", *command)) in text
         bare = re.findall(r"│[ *]+((?:[A-Z_]+ )?--\S+(?: --\S+)*) *(?:\[.*\] *)?│", text)
+        assert f"phaseloom {_EXAMPLES[' '.join(command)]}" in text
         assert bare == [], f"{command}: options without a word of help"
+
+
+def test_every_command_has_an_example_that_its_command_line_accepts() -> None:
+    app = application()
+    assert {" ".join(command) for command in _every_command()} <= {*_EXAMPLES}
+    for command, example in _EXAMPLES.items():
+        assert example.startswith(command)
+        app.parse_args(shlex.split(example), exit_on_error=False, print_error=False)
 
 
 def test_wrong_command_line_ends_with_code_2_and_says_what_was_meant() -> None:

@@ -13,7 +13,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from phaseloom.cli.output import print_whole
+from phaseloom.cli.output import print_json, print_whole, with_names
 from phaseloom.cli.rundir import bus_config, open_bus
 from phaseloom.common.contract import api
 from phaseloom.common.contract.errors import CallerError, Code
@@ -30,7 +30,11 @@ _ANSWER_S = 60.0
 
 
 def list_checkpoints(
-    what: str = "", *, run: Path | None = None, console: Console | None = None
+    what: str = "",
+    *,
+    run: Path | None = None,
+    json: bool = False,
+    console: Console | None = None,
 ) -> int:
     """List the checkpoints of running and ended jobs, the newest last.
 
@@ -42,11 +46,20 @@ def list_checkpoints(
         `<tenant>`, `<tenant>.<job>` or `<tenant>.<job>.<deployment>`. Default: all checkpoints.
     run
         Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
+    json
+        Print one JSON object per checkpoint instead of a table.
     """
     tenant, job, deployment = (*_tokens(what, 3), "", "", "")[:3]
     lists = uvloop.run(_fetch_lists(bus_config(run), tenant, api.ListCheckpoints(job, deployment)))
     target = console or Console()
-    print_whole(target, table(lists))
+    if json:
+        for name, listed in lists.items():
+            print_json(
+                *(with_names(saved, tenant=name) for saved in listed.checkpoints), console=console
+            )
+        target = Console(stderr=True)
+    else:
+        print_whole(target, table(lists))
     silent = sorted({node for listed in lists.values() for node in listed.silent_nodes})
     if silent:
         line = f"no answer from {', '.join(silent)}: checkpoints that only they have are missing"
@@ -54,7 +67,9 @@ def list_checkpoints(
     return int(bool(silent))
 
 
-def show(checkpoint: str, *, run: Path | None = None, console: Console | None = None) -> None:
+def show(
+    checkpoint: str, *, run: Path | None = None, json: bool = False, console: Console | None = None
+) -> None:
     """Describe a checkpoint: its origin, its files, and how long it is kept.
 
     Parameters
@@ -63,15 +78,21 @@ def show(checkpoint: str, *, run: Path | None = None, console: Console | None = 
         `<tenant>.<job>.<deployment>.<name>`.
     run
         Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
+    json
+        Print one JSON object instead of text.
     """
     tenant, request = _parse_checkpoint(checkpoint)
     saved = uvloop.run(
         _call(bus_config(run), tenant, "checkpoint.show", request, api.SavedCheckpoint)
     )
+    if json:
+        return print_json(with_names(saved, tenant=tenant), console=console)
     (console or Console()).print(describe(tenant, saved), soft_wrap=True, markup=False)
 
 
-def delete(checkpoint: str, *, run: Path | None = None, console: Console | None = None) -> None:
+def delete(
+    checkpoint: str, *, run: Path | None = None, json: bool = False, console: Console | None = None
+) -> None:
     """Delete a checkpoint. Checkpoints that a job needs to recover cannot be deleted.
 
     Deployments that have loaded the checkpoint keep its files for as long as they need them.
@@ -82,17 +103,26 @@ def delete(checkpoint: str, *, run: Path | None = None, console: Console | None 
         `<tenant>.<job>.<deployment>.<name>`.
     run
         Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
+    json
+        Print one JSON object instead of text.
     """
     tenant, request = _parse_checkpoint(checkpoint)
     deleted = uvloop.run(
         _call(bus_config(run), tenant, "checkpoint.delete", request, api.CheckpointDeleted)
     )
+    if json:
+        return print_json(with_names(deleted, checkpoint=checkpoint), console=console)
     line = f"{checkpoint}: deleted, {deleted.num_bytes:,} bytes"
     (console or Console()).print(line, soft_wrap=True, markup=False)
 
 
 def expire(
-    checkpoint: str, ttl_s: float, *, run: Path | None = None, console: Console | None = None
+    checkpoint: str,
+    ttl_s: float,
+    *,
+    run: Path | None = None,
+    json: bool = False,
+    console: Console | None = None,
 ) -> None:
     """Set how long a checkpoint is kept from now on.
 
@@ -104,18 +134,27 @@ def expire(
         Seconds from now. 0: keep the checkpoint until it is deleted.
     run
         Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
+    json
+        Print one JSON object instead of text.
     """
     tenant, request = _parse_checkpoint(checkpoint)
     expire_request = api.ExpireCheckpoint(request.job, request.deployment, request.name, ttl_s)
     saved = uvloop.run(
         _call(bus_config(run), tenant, "checkpoint.expire", expire_request, api.SavedCheckpoint)
     )
+    if json:
+        return print_json(with_names(saved, tenant=tenant), console=console)
     line = f"{checkpoint}: kept {_retention(saved)}"
     (console or Console()).print(line, soft_wrap=True, markup=False)
 
 
 def archive(
-    checkpoint: str, file: Path, *, run: Path | None = None, console: Console | None = None
+    checkpoint: str,
+    file: Path,
+    *,
+    run: Path | None = None,
+    json: bool = False,
+    console: Console | None = None,
 ) -> None:
     """Download a checkpoint as a tar file that contains one directory.
 
@@ -127,6 +166,8 @@ def archive(
         File to write. It appears once the download is complete.
     run
         Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
+    json
+        Print one JSON object instead of text.
     """
     tenant, request = _parse_checkpoint(checkpoint)
     if file.exists():
@@ -137,6 +178,10 @@ def archive(
             remedy="name another file",
         )
     num_bytes = uvloop.run(_download(bus_config(run), tenant, request, file))
+    if json:
+        return print_json(
+            {"checkpoint": checkpoint, "file": str(file), "num_bytes": num_bytes}, console=console
+        )
     line = f"{file}: {num_bytes:,} bytes"
     (console or Console()).print(line, soft_wrap=True, markup=False)
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from phaseloom.cli.output import print_whole
+from phaseloom.cli.output import print_json, print_whole, with_names
 from phaseloom.cli.rundir import bus_config, open_bus
 from phaseloom.common.contract import api
 from phaseloom.common.contract.codec import JSON, MSGPACK, decode
@@ -39,7 +39,13 @@ _DRAIN_POLL_S = 0.2
 _REPORT_TIMEOUT_S = 2.0
 
 
-def jobs(*, run: Path | None = None, profile: bool = False, console: Console | None = None) -> None:
+def jobs(
+    *,
+    run: Path | None = None,
+    profile: bool = False,
+    json: bool = False,
+    console: Console | None = None,
+) -> None:
     """List the jobs, their deployments and where they run.
 
     Parameters
@@ -50,11 +56,28 @@ def jobs(*, run: Path | None = None, profile: bool = False, console: Console | N
     profile
         Also show the profiler's measurements: each job's cycle, the durations of its operations,
         the gaps between them, worst cases, and the sub-stages of each rollout.
+    json
+        Print one JSON object per job instead of tables, with its profile if `--profile` is given.
     """
-    uvloop.run(_jobs(bus_config(run), profile, console or Console()))
+    views, traces = uvloop.run(_jobs(bus_config(run), profile))
+    if json:
+        for name, view in views.items():
+            measured = {"profile": traces.get(name)} if profile else {}
+            print_json(with_names(view, tenant=_parse_job(name).tenant) | measured, console=console)
+        return
+    target = console or Console()
+    print_whole(target, job_table(views))
+    if lines := placement_lines(views):
+        target.print("", *lines, sep="\n", soft_wrap=True)
+    for name in sorted(traces):
+        target.print()
+        for part in profile_tables(name, traces[name]):
+            print_whole(target, part)
 
 
-def explain(what: str, *, run: Path | None = None, console: Console | None = None) -> None:
+def explain(
+    what: str, *, run: Path | None = None, json: bool = False, console: Console | None = None
+) -> None:
     """Explain where a job is placed and why, or what an operation waits for.
 
     For an operation, this also shows its position in the queue, its predicted start and the reason.
@@ -65,20 +88,28 @@ def explain(what: str, *, run: Path | None = None, console: Console | None = Non
         A job, `<tenant>.<job>`, or an operation, `<tenant>.<job>.<deployment>.<seq>`.
     run
         Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
+    json
+        Print one JSON object instead of text.
     """
+    answer: api.JobStatus | api.Explanation
     settings = bus_config(run)
     if what.count(".") < len(JobKey.__struct_fields__):
         key = _parse_job(what)
-        description = uvloop.run(_explained(settings, key))
+        answer, description = uvloop.run(_explained(settings, key))
     else:
         operation = parse_operation_key(what)
         request = api.OperationRequest(operation.job, operation.deployment, operation.slot)
-        answer = _call(settings, operation.tenant, "operation.explain", request, api.Explanation)
-        description = describe_operation(uvloop.run(answer))
+        call = _call(settings, operation.tenant, "operation.explain", request, api.Explanation)
+        answer = uvloop.run(call)
+        description = describe_operation(answer)
+    if json:
+        return print_json(with_names(answer, tenant=what.partition(".")[0]), console=console)
     (console or Console()).print(description, soft_wrap=True, markup=False)
 
 
-def cancel(job: str, *, run: Path | None = None, console: Console | None = None) -> None:
+def cancel(
+    job: str, *, run: Path | None = None, json: bool = False, console: Console | None = None
+) -> None:
     """End a job now. Its open operations are aborted and its models dropped. Its checkpoints stay.
 
     Parameters
@@ -87,8 +118,10 @@ def cancel(job: str, *, run: Path | None = None, console: Console | None = None)
         `<tenant>.<job>`.
     run
         Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
+    json
+        Print one JSON object instead of text.
     """
-    _end_job(_parse_job(job), "job.finish", run, console)
+    _end_job(_parse_job(job), "job.finish", run, console, json=json)
 
 
 def drain(
@@ -140,10 +173,14 @@ def _parse_job(text: str) -> JobKey:
     return JobKey(check_name(tenant, "tenant"), check_name(job, "job"))
 
 
-def _end_job(key: JobKey, call: str, run: Path | None, console: Console | None) -> None:
+def _end_job(
+    key: JobKey, call: str, run: Path | None, console: Console | None, *, json: bool = False
+) -> None:
     """Call `job.finish` (which cancels the job) or `job.drain`, and print the job's state."""
     request = api.JobRequest(key.job, cancelled=call == "job.finish")
     status = uvloop.run(_call(bus_config(run), key.tenant, call, request, api.JobStatus))
+    if json:
+        return print_json(with_names(status, tenant=key.tenant), console=console)
     num_open = sum(len(deployment.open_operations) for deployment in status.deployments)
     open_text = f", {num_open} open operations" if num_open else ""
     (console or Console()).print(f"{key}: {status.state}{open_text}", soft_wrap=True, markup=False)
@@ -154,13 +191,13 @@ async def _call(settings: BusConfig, tenant: str, call: str, request: object, ki
         return await call_api(bus.client, tenant, call, request, kind)
 
 
-async def _explained(settings: BusConfig, key: JobKey) -> str:
+async def _explained(settings: BusConfig, key: JobKey) -> tuple[api.JobStatus, str]:
     async with open_bus(settings, "jobs") as bus:
         request = api.JobRequest(key.job)
         status = await call_api(bus.client, key.tenant, "job.status", request, api.JobStatus)
         nodes = sorted({d.node for d in status.deployments if d.node and not status.has_ended})
         ways = await asyncio.gather(*(_ways(bus, key, node) for node in nodes))
-    return "\n".join([describe_job(key, status), *itertools.chain(*ways)])
+    return status, "\n".join([describe_job(key, status), *itertools.chain(*ways)])
 
 
 async def _ways(bus: Bus, key: JobKey, node: str) -> list[str]:
@@ -176,18 +213,13 @@ async def _ways(bus: Bus, key: JobKey, node: str) -> list[str]:
     ]
 
 
-async def _jobs(settings: BusConfig, profile: bool, console: Console) -> None:
+async def _jobs(
+    settings: BusConfig, profile: bool
+) -> tuple[dict[str, api.JobStatus], dict[str, PhaseTrace]]:
     async with open_bus(settings, "jobs") as bus:
         views = await _all(bus, Bucket.VIEW, api.JobStatus)
         views = {name: await _as_of_now(bus, name, view) for name, view in views.items()}
-        traces = await _all(bus, Bucket.PROFILES, PhaseTrace) if profile else {}
-    print_whole(console, job_table(views))
-    if lines := placement_lines(views):
-        console.print("", *lines, sep="\n", soft_wrap=True)
-    for name in sorted(traces):
-        console.print()
-        for part in profile_tables(name, traces[name]):
-            print_whole(console, part)
+        return views, await _all(bus, Bucket.PROFILES, PhaseTrace) if profile else {}
 
 
 async def _all(bus: Bus, bucket: Bucket, kind: type[T]) -> dict[str, T]:

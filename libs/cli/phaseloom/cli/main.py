@@ -53,6 +53,41 @@ _RUN_COMMANDS = {
 """The subcommands of `phaseloom runs`: name → `module:function` and one line of help."""
 
 
+_EXAMPLES = {
+    "up": "up --model HuggingFaceTB/SmolLM2-135M-Instruct --gateway 8800",
+    "demo": "demo --baseline",
+    "env": "env --json",
+    "doctor": "doctor --mesh-file mesh.toml --json",
+    "backup": "backup backups/monday",
+    "restore": "restore backups/monday runs/restored",
+    "state": "state --node train-0",
+    "accounts": "accounts mesh acme demo --url nats://10.0.0.1:4222",
+    "certs": "certs certificates train-0 train-1",
+    "top": "top --once",
+    "trace": "trace demo.hello.policy.7",
+    "replay": "replay latest --out hello.html",
+    "jobs": "jobs --profile",
+    "explain": "explain demo.hello.policy.7",
+    "cancel": "cancel demo.hello",
+    "drain": "drain train-0 --timeout-s 900",
+    "measure-slowdown": "measure-slowdown --cores 2",
+    "simulate": "simulate --workload jobs.csv --policy coexec",
+    "model add": "model add smollm2 models/smollm2",
+    "model convert": "model convert models/smollm2",
+    "model list": "model list --json",
+    "model merge": "model merge models/base adapters/mine models/merged",
+    "model remove": "model remove smollm2",
+    "checkpoint archive": "checkpoint archive demo.hello.policy.step-10 step-10.tar",
+    "checkpoint delete": "checkpoint delete demo.hello.policy.step-10",
+    "checkpoint expire": "checkpoint expire demo.hello.policy.step-10 86400",
+    "checkpoint list": "checkpoint list demo.hello",
+    "checkpoint show": "checkpoint show demo.hello.policy.step-10 --json",
+    "runs list": "runs list --job demo.hello",
+    "runs prune": "runs prune --keep 3 --dry-run",
+}
+"""Command → an example of its use, which its help shows."""
+
+
 def application() -> App:
     app = App(
         name="phaseloom",
@@ -68,7 +103,7 @@ def application() -> App:
     for place, line in _COMMANDS.items():
         name = place.partition(":")[2].replace("_", "-")
         path = place if place.startswith("phaseloom.") else f"{__package__}.{place}"
-        app.command(path, name=name, help=line, help_format="markdown")
+        app.command(path, name=name, help=line, **_help_of(name))
     models = "Register, list, convert and merge models for jobs."
     saved = "List, describe, download and delete the checkpoints of jobs."
     for group, help, commands in (
@@ -78,9 +113,15 @@ def application() -> App:
     ):
         within = App(name=group, help=help)
         for name, (place, line) in commands.items():
-            within.command(f"{__package__}.{place}", name=name, help=line, help_format="markdown")
+            path = f"{__package__}.{place}"
+            within.command(path, name=name, help=line, **_help_of(f"{group} {name}"))
         app.command(within)
     return app
+
+
+def _help_of(command: str) -> dict[str, str]:
+    example = f"Example: `phaseloom {_EXAMPLES[command]}`"
+    return {"help_format": "markdown", "help_epilogue": example}
 
 
 def main() -> None:

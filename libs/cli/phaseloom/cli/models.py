@@ -13,7 +13,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from phaseloom.cli.output import print_whole
+from phaseloom.cli.output import print_json, print_whole
 from phaseloom.cli.rundir import bus_config, open_bus
 from phaseloom.common.contract.codec import decode, encode
 from phaseloom.common.contract.errors import CallerError, Code
@@ -54,15 +54,22 @@ def add(
         console.print(hint, soft_wrap=True, markup=False)
 
 
-def list_models(*, run: Path | None = None, console: Console | None = None) -> None:
+def list_models(
+    *, run: Path | None = None, json: bool = False, console: Console | None = None
+) -> None:
     """List the registered models.
 
     Parameters
     ----------
     run
         Run directory, or its name under runs/. Default: PHASELOOM_BUS_URL, else the newest run.
+    json
+        Print one JSON object per model instead of a table.
     """
-    print_whole(console or Console(), table(uvloop.run(_all(bus_config(run)))))
+    models = uvloop.run(_all(bus_config(run)))
+    if json:
+        return print_json(*models, console=console)
+    print_whole(console or Console(), table(models))
 
 
 def remove(name: str, *, run: Path | None = None, console: Console | None = None) -> None:

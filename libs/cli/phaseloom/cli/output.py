@@ -19,10 +19,11 @@ def print_whole(console: Console, shown: RenderableType) -> None:
     console.print(shown)
 
 
-def print_json(*values: object) -> None:
+def print_json(*values: object, console: Console | None = None) -> None:
     """Print each value as one line of JSON, the form of every command's `--json`."""
+    target = console or Console()
     for value in values:
-        print(msgspec.json.encode(value).decode())
+        target.out(msgspec.json.encode(value).decode(), highlight=False)
 
 
 def with_names(value: object, **names: str) -> dict[str, object]:

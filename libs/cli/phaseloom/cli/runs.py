@@ -62,7 +62,7 @@ def list_runs(
     target = console or Console()
     if json:
         for (key, _), status in listed.items():
-            print_json(with_names(status, tenant=key.tenant))
+            print_json(with_names(status, tenant=key.tenant), console=target)
     else:
         print_whole(target, run_table(listed, time.time()))
 
@@ -107,7 +107,8 @@ def prune(
             )
     pruned = uvloop.run(_prune(bus_config(run), job, days, keep, dry_run))
     if json:
-        return print_json(*({"job": str(key), "run": name} for key, name in pruned))
+        records = ({"job": str(key), "run": name} for key, name in pruned)
+        return print_json(*records, console=console)
     target = console or Console()
     for key, name in pruned:
         verb = "would be deleted" if dry_run else "deleted"

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from phaseloom.cli.extras import check_installed
+from phaseloom.cli.output import print_json
 from phaseloom.common.contract.errors import CallerError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def simulate(
     workload: Path | None = None,
     out: Path = Path("runs/simulate"),
     processes: int = 0,
+    json: bool = False,
 ) -> None:
     """Compare placement policies on your own workload.
 
@@ -51,6 +53,8 @@ def simulate(
         Directory for the results.
     processes
         Number of parallel simulations; 0: one per core.
+    json
+        Print the results as one JSON object instead of a table.
     """
     from phaseloom.simulator.comparison import workload as comparison
     from phaseloom.simulator.comparison.cases import Options
@@ -63,7 +67,7 @@ def simulate(
             "name a workload of your own with --workload",
         )
     options = Options(policy, seed, workload, processes)
-    run_and_show("workload", comparison.compare, comparison.draw, options, out)
+    run_and_show("workload", comparison.compare, comparison.draw, options, out, json=json)
 
 
 def run_and_show(
@@ -72,13 +76,15 @@ def run_and_show(
     draw: Callable[[Report, Path], None],
     options: OptionsT,
     out: Path,
+    *,
+    json: bool = False,
 ) -> Report:
     """Run a comparison with a progress bar, print its table, and write its JSON and its picture."""
     from phaseloom.simulator.comparison.report import table, write
 
     check_installed("the picture of a simulation", ("matplotlib",), "simulator")
     options.check()
-    console = Console(highlight=False)
+    console = Console(highlight=False, stderr=json)
     if not console.is_terminal:
         console.width = FILE_WIDTH
     out.mkdir(parents=True, exist_ok=True)  # fail here rather than after minutes of simulation
@@ -93,7 +99,10 @@ def run_and_show(
         report = run(replace(options, advance=advance))
     path = write(report, out)
     draw(report, path.with_suffix(".png"))
-    console.print(table(report))
+    if json:
+        print_json(report)
+    else:
+        console.print(table(report))
     console.print(f"wrote {path} and {path.with_suffix('.png')}")
     return report
 

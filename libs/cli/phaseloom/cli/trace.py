@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from phaseloom.cli.output import print_json
 from phaseloom.cli.rundir import find_run
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import parse_operation_key
@@ -32,7 +33,14 @@ _STYLES = {
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def trace(operation: str, /, *, run: Path | None = None, console: Console | None = None) -> None:
+def trace(
+    operation: str,
+    /,
+    *,
+    run: Path | None = None,
+    json: bool = False,
+    console: Console | None = None,
+) -> None:
     """Show where the time of one operation went.
 
     Parameters
@@ -41,6 +49,8 @@ def trace(operation: str, /, *, run: Path | None = None, console: Console | None
         `<tenant>.<job>.<deployment>.<seq>`.
     run
         Run directory, or its name under runs/. Default: the newest run.
+    json
+        Print one JSON object per span instead of a picture.
     """
     parse_operation_key(operation)
     directory = find_run(run) / "spans"
@@ -52,6 +62,8 @@ def trace(operation: str, /, *, run: Path | None = None, console: Console | None
             field="OP",
             remedy="check the key; spans appear after half a second, and only for sampled traces",
         )
+    if json:
+        return print_json(*rows, console=console)
     console = console or Console()
     console.print(render(operation, rows, console.width), soft_wrap=True)
 
