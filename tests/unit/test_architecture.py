@@ -275,7 +275,7 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("registry",),
     ],
     "phaseloom.gateway": [
-        ("core", "encoding", "futures", "models", "records"),
+        ("core", "encoding", "encryption", "futures", "models", "records"),
         ("tenants", "tokenizers"),
         ("replicas", "sampling"),
         ("http",),

@@ -49,6 +49,7 @@ class Deployment:
         0: this session has not synced the weights."""
         return self._rollouts.version
 
+    @checked
     def staleness(self, version: int) -> int:
         """Return how many versions this session has published after `version`, for
         `Datum.staleness`."""
