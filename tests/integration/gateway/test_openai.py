@@ -7,6 +7,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,11 +16,13 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 from transformers import PreTrainedTokenizerFast
+from yarl import URL
 
 from phaseloom import client
+from phaseloom.cli import models as registry
 from tests.support.bytetokens import llama
 from tests.support.directories import short_directory
-from tests.support.gateway import Served, serving
+from tests.support.gateway import OTHER, Served, serving
 from tests.support.jobs import TENANT, tenant
 from tests.support.pretrained import save_model
 
@@ -364,3 +367,99 @@ async def test_models_of_a_program_that_is_gone_are_ended(served: Served) -> Non
             "optim_step", model_id=made["model_id"], seq_id=1, adam_params={"learning_rate": 1.0}
         )
         assert (status, "is done" in refused["detail"]) == (400, True), refused
+
+
+HUB_NAME = "Org/Tiny-1.5:v1"
+
+
+async def test_model_with_a_hub_id_is_served_by_it(served: Served) -> None:
+    run_dir = served.mesh.run_dir
+    directory = Path(served.mesh.config.models["tiny"])
+    await asyncio.to_thread(registry.add, HUB_NAME, directory, run=run_dir)
+    async with (
+        AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key()) as api,
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {served.key()}"}) as http,
+    ):
+        assert HUB_NAME in [model.id for model in (await api.models.list()).data]
+        for path, status in (
+            ("Org/Tiny-1.5:v1", 200),
+            ("Org%2FTiny-1.5%3Av1", 200),
+            ("org/Tiny-1.5:v1", 404),
+            ("Org.Tiny-1.5:v1", 404),
+            ("Org=2FTiny-1=2E5=3Av1", 404),
+            ("x/..%2FOrg%2FTiny-1.5:v1", 404),
+        ):
+            url = URL(f"{served.url}/v1/models/{path}", encoded=True)
+            async with http.get(url) as answer:
+                assert (answer.status, path) == (status, path)
+        common: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 6, "seed": 3}
+        texts = [
+            (await api.chat.completions.create(model=name, **common)).choices[0].message.content
+            for name in (HUB_NAME, "tiny")
+        ]
+        assert texts[0] == texts[1]
+    await asyncio.to_thread(registry.remove, HUB_NAME, run=run_dir)
+
+
+async def test_checkpoints_of_controllers_are_listed_and_sampled(served: Served) -> None:
+    model = client.ModelSpec(registered="tiny")
+    adapted = client.ModelSpec(registered="tiny", adapter=client.Adapter(rank=2))
+    common: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0.0}
+    async with (
+        tenant(served.mesh) as mesh,
+        AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key()) as api,
+        AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key(OTHER)) as stranger,
+    ):
+
+        async def sampled(name: str) -> list[int]:
+            answer: Any = await api.completions.create(model=name, extra_body=IDS, **common)
+            tokens: list[int] = answer.choices[0].token_ids
+            return tokens
+
+        job = await mesh.submit_job(
+            "native",
+            [
+                client.DeploymentSpec("whole", "train", "fsdp", model, trainable=True),
+                client.DeploymentSpec("adapter", "train", "fsdp", adapted, trainable=True),
+                client.DeploymentSpec("scorer", "rollout", "sampler", model),
+            ],
+        )
+
+        async def save(name: str, tokens: list[int], rate: float, **options: Any) -> None:
+            trained = job.deployment(name)
+            lesson = client.Datum(tokens[:-1], tokens[1:], weights=[1.0] * (len(tokens) - 1))
+            for _ in range(3):
+                trained.forward_backward([lesson], "cross_entropy")
+                trained.optim_step(client.AdamParams(rate))
+            await trained.save_state("best", **options)
+
+        await save("whole", [*PROMPT, 2, 7, 3, 8], 0.1)
+        await save("adapter", [*PROMPT, 2, 7, 3, 8], 0.1)
+        names = [f"checkpoint:native/{name}/best" for name in ("whole", "adapter")]
+        listed = [each.id for each in (await api.models.list()).data]
+        assert {*names} <= {*listed}
+        assert not [each for each in listed if ":base-" in each], "the gateway's own samplers"
+        scorer = job.deployment("scorer")
+
+        async def expected() -> list[int]:
+            scorer.load_state("best", source="native/whole", optimizer=False)
+            greedy = client.SamplingParams(6, temperature=0.0)
+            drawn = await scorer.generate([client.Prompt(PROMPT, seed=1)], greedy)
+            return client.int32s(drawn.sequences[0][0].tokens)
+
+        base = await sampled("tiny")
+        first = await sampled(names[0])
+        assert first == await expected() != base
+        assert await sampled(names[1]) != base
+
+        # Another checkpoint of the same name has other weights.
+        await save("whole", [*PROMPT, 8, 8, 8, 8], 0.3, overwrite=True)
+        assert await sampled(names[0]) == await expected() != first
+
+        others = [each.id for each in (await stranger.models.list()).data]
+        assert others == [each for each in listed if not each.startswith("checkpoint:")]
+        for name in (*names, "checkpoint:native/whole/none", "checkpoint:../x/y", "checkpoint:"):
+            for caller in (stranger, *([] if name in names else [api])):
+                with pytest.raises((openai.NotFoundError, openai.BadRequestError)):
+                    await caller.completions.create(model=name, **common)
+        await job.finish()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import re
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -37,6 +38,7 @@ from phaseloom.client import (
     SamplingParams,
     outcome_of,
 )
+from phaseloom.common.contract.api import SavedCheckpoint
 from phaseloom.common.contract.errors import ErrorInfo, to_exception
 from phaseloom.common.contract.modelconfig import context_tokens
 from phaseloom.common.contract.specs import Batching, RegisteredModel
@@ -53,10 +55,13 @@ class Version(NamedTuple):
     name: str
     source: str = ""
     """The `<job>/<deployment>` that saved the checkpoint. Empty: the sampler itself."""
+    sha256: str = ""
+    """Digest of the weights, if another checkpoint may replace this one under its name."""
 
 
 BASE = Version("base")
 """The weights that a base's sampler starts with."""
+_SAMPLER_JOBS = re.compile(r"(base|adapters)-[0-9a-f]{16}-[0-9]+\Z")
 LEAST_ROOM = 32
 """Minimum rank that a shared sampler has room for: the SDK's default rank."""
 
@@ -331,6 +336,22 @@ class Models:
         """
         listed = await self._mesh.list_checkpoints(job)
         return {(f"{c.job}/{c.deployment}", c.name): c.num_bytes for c in listed.checkpoints}
+
+    async def native(self) -> list[SavedCheckpoint]:
+        """Return the checkpoints of registered models, except those of a gateway's samplers.
+
+        Raises: PhaseloomError: the mesh does not answer.
+        """
+        listed = await self._mesh.list_checkpoints()
+        return [
+            saved
+            for saved in listed.checkpoints
+            if saved.model and _SAMPLER_JOBS.match(saved.job) is None
+        ]
+
+    async def checkpoint(self, job: str, deployment: str, name: str) -> SavedCheckpoint:
+        """Describe a checkpoint. Raises: CallerError: NOT_FOUND, or a name is invalid."""
+        return await self._mesh.show_checkpoint(job, deployment, name)
 
     async def delete(self, source: str, name: str) -> None:
         """Remove a checkpoint's files, if they still exist.

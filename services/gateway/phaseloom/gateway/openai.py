@@ -1,9 +1,10 @@
 """OpenAI's API for completions, with the token ids and log-probabilities that trainers need.
 
-`model` is a registered model, a checkpoint's path or a sampling session of the Tinker API. In
-addition to OpenAI's fields, these fields of vLLM are supported: `return_token_ids`,
-`stop_token_ids`, `top_k`, `min_p`, `ignore_eos`, `return_tokens_as_token_ids`. An unsupported field
-is refused by name, unless its value requests nothing.
+`model` is a registered model, a checkpoint of a controller (`checkpoint:JOB/DEPLOYMENT/NAME`), or a
+checkpoint's path or a sampling session of the Tinker API. In addition to OpenAI's fields, these
+fields of vLLM are supported: `return_token_ids`, `stop_token_ids`, `top_k`, `min_p`, `ignore_eos`,
+`return_tokens_as_token_ids`. An unsupported field is refused by name, unless its value requests
+nothing.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from phaseloom.gateway.core.bodies import Asked, Body, Chat, Complete, StreamOpt
 from phaseloom.gateway.core.templates import rendered_json
 from phaseloom.gateway.http import WORKERS, error_body, status_of, tenant_of, worked_out
 from phaseloom.gateway.models import Draw
-from phaseloom.gateway.records import CheckpointRecord
+from phaseloom.gateway.records import CheckpointRecord, ModelRecord
 from phaseloom.gateway.replicas import HUNG_UP, LOOK_S, content_of
-from phaseloom.gateway.sampling import Source, check_samples, source_of
+from phaseloom.gateway.sampling import NATIVE, Source, check_samples, source_of
 from phaseloom.gateway.tenants import Tenant
 from phaseloom.gateway.tokenizers import TOKENIZERS, ModelTokenizer
 
@@ -174,8 +175,14 @@ def _sampling(body: Asked, max_tokens: int, top: int) -> SamplingParams:
 async def models(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
     saved = tenant.book.all(CheckpointRecord, tenant.name)
+    trained = {model.job for model in tenant.book.all(ModelRecord, tenant.name)}
     names = [base.name for base in await tenant.bases()]
     names += [checkpoint.id for checkpoint in saved if "/sampler_weights/" in checkpoint.id]
+    names += [
+        f"{NATIVE}{native.job}/{native.deployment}/{native.name}"
+        for native in await tenant.models.native()
+        if native.model in names and native.job not in trained
+    ]
     return web.json_response({"object": "list", "data": [*map(_model, names)]})
 
 

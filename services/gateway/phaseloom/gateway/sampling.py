@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from phaseloom.client import (
     Adapter,
     CallerError,
+    Code,
     GenerateHandle,
 )
 from phaseloom.common.contract.checks import MAX_SAMPLES
@@ -24,6 +25,8 @@ from phaseloom.gateway.records import CheckpointRecord, ModelRecord, SamplerReco
 from phaseloom.gateway.tenants import Tenant
 
 PATHS = "tinker://"
+NATIVE = "checkpoint:"
+"""Prefix of a checkpoint that a controller of the mesh saved: `checkpoint:JOB/DEPLOYMENT/NAME`."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,25 @@ async def source_of(tenant: Tenant, name: str) -> Source:
         saved = tenant.book.get(CheckpointRecord, tenant.name, path)
         version = Version(saved.name, saved.source)
         return Source(await tenant.base(saved.base), version, adapter=saved.adapter)
+    if path.startswith(NATIVE):
+        return await _native(tenant, path)
     return Source(await tenant.base(session.base if session is not None else name), BASE)
+
+
+async def _native(tenant: Tenant, path: str) -> Source:
+    job, _, rest = path.removeprefix(NATIVE).partition("/")
+    deployment, _, name = rest.partition("/")
+    saved = await tenant.models.checkpoint(job, deployment, name)
+    if not saved.model:
+        raise CallerError(
+            f"checkpoint {path!r} does not name a registered model, so it has no tokenizer",
+            code=Code.FAILED_PRECONDITION,
+            field="model",
+            remedy="save it from a deployment of a registered model, or register its directory "
+            "with `phaseloom model add`",
+        )
+    version = Version(saved.name, f"{saved.job}/{saved.deployment}", saved.weights_sha256)
+    return Source(await tenant.base(saved.model), version, adapter=saved.adapter)
 
 
 def check_samples(num_samples: int, field: str) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, OperationKey
 from phaseloom.common.contract.operations import Completion
-from phaseloom.common.contract.specs import DeploymentSpec, JobSpec
+from phaseloom.common.contract.specs import Adapter, DeploymentSpec, JobSpec
 
 _ENDED = frozenset({"done", "failed", "cancelled", "rejected"})
 
@@ -318,6 +318,11 @@ class SavedCheckpoint(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds until it expires; None: it is kept until it is deleted."""
     files: dict[str, int] = {}
     """File name → size in bytes. Empty in a CheckpointList."""
+    model: str = ""
+    """Name of the registered model that the weights are of, or that the adapter is on. Empty: there
+    is none, or another program wrote the files."""
+    adapter: Adapter | None = None
+    """The adapter that the checkpoint has instead of all weights."""
 
 
 class CheckpointList(msgspec.Struct, frozen=True, omit_defaults=True):

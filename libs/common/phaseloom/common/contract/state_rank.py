@@ -14,7 +14,7 @@ from phaseloom.common.contract.codec import Message
 from phaseloom.common.contract.commands import Ticket
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.common.contract.specs import CommandId, ModelDirectory
+from phaseloom.common.contract.specs import Adapter, CommandId, ModelDirectory
 from phaseloom.common.contract.state_layout import PartSources, Places, Slice, VersionParts
 
 
@@ -280,6 +280,11 @@ class WriteCheckpoint(Message, frozen=True):
     """The `ttl_s` of the `save_state`."""
     overwrite: bool = False
     """The `overwrite` of the `save_state`."""
+    model: str = ""
+    """Name of the registered model that the weights are of, or that the adapter is on; empty: the
+    deployment started from drawn weights."""
+    adapter: Adapter | None = None
+    """The adapter that the checkpoint has instead of all weights."""
 
 
 class CheckpointWritten(Message, frozen=True):

@@ -27,10 +27,13 @@ routes = web.RouteTableDef()
 async def create_sampling_session(request: web.Request) -> web.Response:
     tenant, body = tenant_of(request), await body_of(request, CreateSamplingSession)
     tenant.book.get(SessionRecord, tenant.name, body.session_id)
-    source = await source_of(tenant, body.model_path or body.base_model or "")
+    named = body.model_path or body.base_model or ""
+    source = await source_of(tenant, named)
     name = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
     await tenant.book.put(
-        SamplerRecord(tenant.name, name, source.base.name, path=body.model_path or "")
+        SamplerRecord(
+            tenant.name, name, source.base.name, path="" if named == source.base.name else named
+        )
     )
     return web.json_response({"type": "create_sampling_session", "sampling_session_id": name})
 

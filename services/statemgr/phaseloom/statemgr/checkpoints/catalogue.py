@@ -186,6 +186,8 @@ def _described(directory: Path, *, with_files: bool = False) -> SavedCheckpoint 
         keep=marker.keep if marker else 0,
         expires_in_s=None if expiry_s is None else max(0.0, expiry_s - time.time()),
         files=files if with_files else {},
+        model=marker.model if marker else "",
+        adapter=marker.adapter if marker else None,
     )
 
 

@@ -415,6 +415,8 @@ class Exporter:
                     number=number,
                     keep=request.keep,
                     files=written.files,
+                    model=request.model,
+                    adapter=request.adapter,
                 )
                 await asyncio.to_thread(
                     self._checkpoints.commit,

@@ -8,6 +8,7 @@ import msgspec
 import xxhash
 
 from phaseloom.common.contract.operations import SaveStateResult
+from phaseloom.common.contract.specs import Adapter
 from phaseloom.common.tensors.blockhash import CHECKSUM_BYTES
 
 MARKER_FILE = "operation.json"
@@ -46,6 +47,9 @@ class Marker(msgspec.Struct, frozen=True):
     keep: int
     """The `keep` of the `save_state`; 0: later saves never remove the checkpoint."""
     files: dict[str, FileSums]
+    model: str = ""
+    """See `SavedCheckpoint.model`."""
+    adapter: Adapter | None = None
 
     def encode(self) -> bytes:
         """Encode as JSON whose last field is a checksum of everything before it."""

@@ -233,6 +233,8 @@ class StateOperations:
                 _companions(self.settings.spec.model),
                 ttl_s=args.ttl_s,
                 overwrite=args.overwrite,
+                model=self.settings.spec.model.registered,
+                adapter=self.settings.spec.model.adapter,
             )
         except PhaseloomError as error:
             if error.info.code is Code.ABORTED:

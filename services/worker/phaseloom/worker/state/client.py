@@ -19,7 +19,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from phaseloom.common.contract.errors import CallerError, InternalError, ResourceError
-from phaseloom.common.contract.specs import ModelDirectory
+from phaseloom.common.contract.specs import Adapter, ModelDirectory
 from phaseloom.common.contract.state_layout import Places, TensorSlot, extent_bytes
 from phaseloom.common.contract.state_rank import (
     MAX_READ_BYTES,
@@ -294,16 +294,21 @@ class RankStateClient:
         *,
         ttl_s: float = 0.0,
         overwrite: bool = False,
+        model: str = "",
+        adapter: Adapter | None = None,
     ) -> str:
         """Write the checkpoint from the copied state; return when it is durable.
 
         Args:    companions: files to copy next to the tensors.
                  ttl_s, overwrite: as in `SaveState`.
+                 model, adapter: as in `SavedCheckpoint`.
         Returns: the SHA-256 of the checkpoint's weights.
         Raises:  ResourceError: the disk is full or fails, or a companion differs from its
                  registration.
         """
-        message = WriteCheckpoint(operation, name, config, keep, companions, ttl_s, overwrite)
+        message = WriteCheckpoint(
+            operation, name, config, keep, companions, ttl_s, overwrite, model, adapter
+        )
         return (await self._link.ask(message, CheckpointWritten)).weights_sha256
 
     async def read_checkpoint(
