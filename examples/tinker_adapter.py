@@ -36,20 +36,20 @@ def main() -> None:
     arguments = parser.parse_args()
 
     service = tinker.ServiceClient()  # TINKER_BASE_URL, TINKER_API_KEY
-    client = service.create_lora_training_client(base_model=arguments.model, rank=arguments.rank)
+    client = service.create_lora_training_client(
+        base_model=arguments.model, rank=arguments.rank
+    ).result()
     tokenizer = client.get_tokenizer()
     prompt = prompt_of(tokenizer, QUESTION)
     answer = [*tokenizer.encode(ANSWER, add_special_tokens=False)]
     if tokenizer.eos_token_id is not None:
         answer.append(tokenizer.eos_token_id)
     tokens = prompt + answer
-    lesson = types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={
-            "target_tokens": tokens[1:],
-            "weights": [0.0] * (len(prompt) - 1) + [1.0] * len(answer),
-        },
-    )
+    inputs: dict[str, Any] = {
+        "target_tokens": tokens[1:],
+        "weights": [0.0] * (len(prompt) - 1) + [1.0] * len(answer),
+    }
+    lesson = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
     for step in range(arguments.steps):
         trained = client.forward_backward([lesson], "cross_entropy")
         client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
@@ -57,7 +57,7 @@ def main() -> None:
         print(f"step {step}: loss {loss:.4f} a token", flush=True)
 
     saved = client.save_weights_for_sampler("adapter").result().path
-    sampler = service.create_sampling_client(model_path=saved)
+    sampler = service.create_sampling_client(model_path=saved).result()
     greedy = types.SamplingParams(max_tokens=len(answer) + 8, temperature=0.0)
     drawn = sampler.sample(types.ModelInput.from_ints(prompt), 1, greedy).result()
     print(f"{QUESTION} {tokenizer.decode(drawn.sequences[0].tokens, skip_special_tokens=True)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.events import Notice
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.natsserver import Credentials
+from tests.support.pretrained import save_model
 from tests.support.processes import descendant_pids, free_port, gone, until_gone
 
 pytestmark = pytest.mark.usefixtures("noop_nodes")
@@ -166,14 +168,27 @@ async def start_up(tmp_path: Path, *options: str) -> tuple[asyncio.subprocess.Pr
 
 @pytest.mark.usefixtures("noop_nodes", "cold_nodes")
 async def test_up_prints_how_to_connect_and_ctrl_c_stops_everything(tmp_path: Path) -> None:
-    process, run = await start_up(tmp_path)
+    model = await asyncio.to_thread(save_model, tmp_path / "model")
+    process, run = await start_up(tmp_path, "--model", f"Org/tiny={model}")
     everything = descendant_pids(process.pid)
-    assert len(everything) >= len(SERVICES) + 1
+    assert len(everything) >= len(SERVICES) + 2, "and the gateway"
     process.send_signal(signal.SIGINT)
     output, _ = await process.communicate()
     assert process.returncode == 0
     assert b"console: http://127.0.0.1:" in output
     assert b"stopping" in output
+    (chat,) = [line for line in output.decode().splitlines() if line.startswith("curl ")]
+    *_, body = shlex.split(chat)
+    assert json.loads(body)["model"] == "Org/tiny"
+    (training,) = [
+        line
+        for line in output.decode().splitlines()
+        if "TINKER_API_KEY=tml-" in line and " python " in line
+    ]
+    words = shlex.split(training)
+    assert await asyncio.to_thread(Path(words[words.index("python") + 1]).is_file)
+    assert words[-2:] == ["--model", "Org/tiny"]
+    assert b"Org/tiny: " in output, "what fits"
     await until_gone(everything, timeout_s=30)
     assert not (run / "s").exists()
 

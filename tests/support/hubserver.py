@@ -80,12 +80,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _directory(self, model: str, revision: str) -> Path | None:
         if model == self.state.gated:
-            return self._refuse(403, "GatedRepo")
-        if model not in self.state.models:
-            return self._refuse(401, "RepoNotFound")
-        if revision not in ("main", "v1", COMMIT):
-            return self._refuse(404, "RevisionNotFound")
-        return self.state.models[model]
+            self._refuse(403, "GatedRepo")
+        elif model not in self.state.models:
+            self._refuse(401, "RepoNotFound")
+        elif revision not in ("main", "v1", COMMIT):
+            self._refuse(404, "RevisionNotFound")
+        else:
+            return self.state.models[model]
+        return None
 
     def _refuse(self, status: int, code: str) -> None:
         self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code})

@@ -243,9 +243,9 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
     ],
     "phaseloom.common.contract": [
         ("errors",),
-        ("modelconfig", "tenantlimits"),
-        ("configcheck", "specs"),
-        ("arrays", "codec", "ids", "sizes", "state_layout"),
+        ("modelconfig", "sizes"),
+        ("configcheck", "tenantlimits"),
+        ("arrays", "codec", "ids", "specs", "state_layout"),
         ("agents", "commands", "operations"),
         ("api", "checks", "completions", "continuation", "events", "state_agent", "streaming"),
         ("checkpoints", "kinds", "streams"),

@@ -7,18 +7,17 @@ import ast
 import re
 import shlex
 import subprocess
-import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import cyclopts
-import msgspec
 import pytest
 
 import loadtest.__main__ as benches
 from phaseloom.cli.main import application
 from phaseloom.cli.meshconfig import MeshConfig
+from phaseloom.common.process import config
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("deploy", "docs", "examples", "libs", "loadtest", "services", "tests")
@@ -222,12 +221,12 @@ def _files(folder: Path) -> list[str]:
 
 
 @each_page
-def test_mesh_files_of_a_page_have_settings_that_there_are(page: Path) -> None:
+def test_mesh_files_of_a_page_have_settings_that_there_are(page: Path, tmp_path: Path) -> None:
     for kind, body in BLOCK.findall(page.read_text()):
         if kind == "toml" and "[mesh" in body:
-            table = tomllib.loads(body)["mesh"]
-            assert set(table) <= set(MeshConfig.__struct_fields__)
-            msgspec.convert(table, MeshConfig)
+            file = tmp_path / "mesh.toml"
+            file.write_text(body)
+            config.load(MeshConfig, "mesh", {}, file=file)
 
 
 @each_page

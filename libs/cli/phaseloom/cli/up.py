@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from socket import create_server
 from typing import Annotated
@@ -34,6 +35,7 @@ from phaseloom.scheduler.core.policies.registry import check_policies
 
 CONSOLE_PORT = 8900
 GATEWAY_PORT = 8800
+_EXAMPLE = "tinker_adapter.py"
 _GATEWAY_PACKAGES = ("aiohttp", "transformers", "jinja2", "numpy")
 _CONSOLE_PACKAGES = ("aiohttp",)
 _WORKER_PACKAGES = ("torch", "transformers", "safetensors", "numpy", "psutil")
@@ -282,7 +284,7 @@ def _gateway(mesh: Mesh) -> list[str]:
 
 
 def _models(mesh: Mesh) -> list[str]:
-    """Describe what fits of each model, and how to chat with it."""
+    """Describe what fits of each model, and how to chat with it and to train an adapter on it."""
     models, port = footprints(mesh.config.models), mesh.config.gateway_port
     if not models:
         return []
@@ -294,8 +296,20 @@ def _models(mesh: Mesh) -> list[str]:
             "to chat:",
             f"curl -s http://127.0.0.1:{port}/v1/chat/completions -H 'Authorization: Bearer {key}' "
             f"-H 'Content-Type: application/json' -d '{body}\"content\": \"What is 3 + 4?\"}}]}}'",
+            "to train an adapter with the Tinker SDK (pip install tinker):",
+            f"TINKER_BASE_URL=http://127.0.0.1:{port} TINKER_API_KEY={key} python "
+            f"{_example()} --model {models[0].name}",
         ]
     return lines
+
+
+def _example() -> str:
+    """Return the path of an example as the shell needs it: the installed one, or the clone's."""
+    demo = find_spec("phaseloom.demo")
+    assert demo is not None
+    installed = Path(str(demo.origin)).parent / "examples" / _EXAMPLE
+    file = installed if installed.is_file() else installed.parents[5] / "examples" / _EXAMPLE
+    return shlex.quote(str(file))
 
 
 def _console(mesh: Mesh) -> list[str]:
