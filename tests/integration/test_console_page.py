@@ -121,9 +121,8 @@ async def test_timeline_shows_the_jobs_while_they_run(shown: Shown) -> None:
         assert "forward_backward" in text
         assert "Where its time went" in text.replace("WHERE ITS TIME WENT", "Where its time went")
         await tab.has("completed")
-        # Spans come half a second late; until then the log alone tells of the operation.
+        # Each process's spans come half a second late or more.
         legs = await tab.until(_LEGS)
-        assert {"validate", "queue", "permit", "run", "completion"} <= set(legs)
         assert legs["run"].endswith("s")
         await tab.page.keyboard.press("Escape")
         await details.wait_for(state="detached")
@@ -339,7 +338,8 @@ _LEGS = """() => {
   const legs = Object.fromEntries(
     rows.map((row) => [row.firstChild.innerText, row.lastChild.innerText]),
   );
-  return "completion" in legs ? legs : null;
+  const names = ["validate", "queue", "permit", "run", "completion"];
+  return names.every((name) => name in legs) ? legs : null;
 }"""
 
 _HOUR = """({ devices, seconds }) => {

@@ -143,7 +143,8 @@ async def test_each_job_has_the_weights_that_it_has_alone_whatever_the_others_do
         await until_lost(log, "second.policy", 3)
         await train(first, range(8, 10))
         await train(policy, range(6, 10))
-        assert await digest(first, "later") == await digest(policy, "later")
+        expected = await digest(policy, "later")
+        assert await digest(first, "later") == expected
         assert len(log.starts("first.policy")) == 2
         assert extents(again) == lone_extents
         await until_threads(again, lone_threads)

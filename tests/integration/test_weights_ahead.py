@@ -179,8 +179,7 @@ async def test_version_that_an_operation_waits_for_by_now_is_fetched_to_its_end(
     async with nodes(short_dir, host_bytes=SIZE * 5 // 2) as n:
         opening = await n.half_fetched()
         loading = await sent(n.load())
-        with pytest.raises(ResourceError, match="host memory"):
-            await start(n.rollout, OTHER, SIZE)
+        await start(n.rollout, OTHER, SIZE)  # without host memory
         n.link.release()
         await opening
         await loading

@@ -54,7 +54,6 @@ WAYS = {
 
 def measure(mix: Mix, way: Way) -> Record:
     """Run a mix in the configuration of a mesh."""
-    PLACEMENT[_PINNED] = pinned(mix.nodes)
     settings = live_config(
         placement=_PINNED,
         ordering=way.ordering,
@@ -63,14 +62,18 @@ def measure(mix: Mix, way: Way) -> Record:
         max_group_jobs=len(mix.jobs),
     )
     bound_s = makespan_bound_s(mix)
-    result, cpu_s = run(
-        mix.jobs,
-        mix.pools,
-        settings,
-        mix.seed,
-        records_spans=True,
-        until_s=_LONGEST_RUN * bound_s,
-    )
+    PLACEMENT[_PINNED] = pinned(mix.nodes)
+    try:
+        result, cpu_s = run(
+            mix.jobs,
+            mix.pools,
+            settings,
+            mix.seed,
+            records_spans=True,
+            until_s=_LONGEST_RUN * bound_s,
+        )
+    finally:
+        del PLACEMENT[_PINNED]
     record = record_of(result, cpu_s, policy=way.ordering, seed=mix.seed)
     starved = [job.name for job in result.jobs if job.outcome != "done"]
     assert not starved, f"mix {mix.seed}, {way.ordering}: {starved} did not end"

@@ -110,8 +110,8 @@ def test_missing_directory_and_bad_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CallerError, match="does not exist") as missing:
         read_model("tiny", tmp_path / "none")
     assert missing.value.info.code is Code.NOT_FOUND
-    with pytest.raises(CallerError, match="not a valid name"):
-        read_model("a.b", tmp_path)
+    with pytest.raises(CallerError, match="not a valid model name"):
+        read_model("a..b", tmp_path)
 
 
 def test_weights_are_those_that_transformers_loads(tmp_path: Path) -> None:

@@ -291,14 +291,16 @@ def _models(mesh: Mesh) -> list[str]:
     lines = [line for model in models for line in what_fits(model, mesh.config.nodes)]
     if port:
         key = api_key(next(iter(mesh.credentials.tenants.values())))
+        python = shlex.quote(sys.executable)
         body = f'{{"model": "{models[0].name}", "max_tokens": 64, "messages": [{{"role": "user", '
         lines += [
             "to chat:",
             f"curl -s http://127.0.0.1:{port}/v1/chat/completions -H 'Authorization: Bearer {key}' "
             f"-H 'Content-Type: application/json' -d '{body}\"content\": \"What is 3 + 4?\"}}]}}'",
-            "to train an adapter with the Tinker SDK (pip install tinker):",
-            f"TINKER_BASE_URL=http://127.0.0.1:{port} TINKER_API_KEY={key} python "
-            f"{_example()} --model {models[0].name}",
+            "to train an adapter with the Tinker SDK:",
+            f"{python} -m pip install -q 'tinker>=0.25,<1' && "
+            f"TINKER_BASE_URL=http://127.0.0.1:{port} TINKER_API_KEY={key} {python} {_example()} "
+            f"--model {models[0].name}",
         ]
     return lines
 

@@ -196,6 +196,7 @@ class HostMemory:
                 f"{num_bytes} bytes of host memory for {label} are not available: {error.strerror}",
                 code=Code.RESOURCE_EXHAUSTED,
                 remedy="lower the node's host memory budget, or free memory on its machine",
+                details={"num_bytes": str(num_bytes)},
             ) from error
         self._last += 1
         self._extents[self._last] = extent
