@@ -180,14 +180,10 @@ async def test_up_prints_how_to_connect_and_ctrl_c_stops_everything(tmp_path: Pa
     (chat,) = [line for line in output.decode().splitlines() if line.startswith("curl ")]
     *_, body = shlex.split(chat)
     assert json.loads(body)["model"] == "Org/tiny"
-    (training,) = [
-        line
-        for line in output.decode().splitlines()
-        if "TINKER_API_KEY=tml-" in line and " python " in line
-    ]
-    words = shlex.split(training)
-    assert await asyncio.to_thread(Path(words[words.index("python") + 1]).is_file)
-    assert words[-2:] == ["--model", "Org/tiny"]
+    (training,) = [line for line in output.decode().splitlines() if " && TINKER_" in line]
+    *_, python, example, option, name = shlex.split(training)
+    assert (python, option, name) == (sys.executable, "--model", "Org/tiny")
+    assert await asyncio.to_thread(Path(example).is_file)
     assert b"Org/tiny: " in output, "what fits"
     await until_gone(everything, timeout_s=30)
     assert not (run / "s").exists()
