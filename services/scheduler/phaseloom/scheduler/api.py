@@ -15,7 +15,13 @@ from phaseloom.common.contract import api, events
 from phaseloom.common.contract.checks import check_labels, check_range
 from phaseloom.common.contract.codec import encode
 from phaseloom.common.contract.configcheck import check_config
-from phaseloom.common.contract.errors import CallerError, Code, session_superseded, to_exception
+from phaseloom.common.contract.errors import (
+    CallerError,
+    Code,
+    ResourceError,
+    session_superseded,
+    to_exception,
+)
 from phaseloom.common.contract.ids import (
     DeploymentKey,
     JobKey,
@@ -40,6 +46,8 @@ from phaseloom.scheduler.shell import Shell
 OutcomeOf = Callable[[OperationKey], Awaitable[Completion | None]]
 """Look up the stored outcome of an operation. None: none is stored."""
 
+_JOINING_S = 10.0
+"""How long after a new node the mesh counts as starting, so that another pool may still come."""
 _MAX_RANKS = 4096
 _MAX_SEGMENTS = 1024
 _MAX_ADAPTERS = 1024
@@ -257,8 +265,10 @@ def job_api(
 
     async def submit(tenant: str, request: api.SubmitJob) -> api.JobStatus:
         spec = await _pinned(request, model_of)
-        _check_pools(shell, spec, spec.deployments, "spec.deployments[{}].pool")
         job = JobKey(tenant, request.job)
+        old = shell.core.state.jobs.get(str(job))
+        if old is None or old.state in JOB_ENDED:  # otherwise the name is taken
+            _check_pools(shell, spec, spec.deployments, "spec.deployments[{}].pool")
         return await _request_status(shell, lambda id: events.JobSubmitted(job, spec, id))
 
     async def finish(tenant: str, request: api.JobRequest) -> api.JobStatus:
@@ -393,14 +403,21 @@ def _check_pools(shell: Shell, job: JobSpec, specs: list[DeploymentSpec], field:
     """Refuse a pool that never had a node, unless the job waits for its pools.
 
     If other pools have nodes, the name is probably misspelt. Before the first node is up, any pool
-    may still come.
+    may still come, and for a while after each new node the caller has to ask again.
 
-    Raises: CallerError: NOT_FOUND.
+    Raises: CallerError: NOT_FOUND. ResourceError: UNAVAILABLE: nodes are still joining.
     """
     cluster = shell.core.state.cluster
     known = {host.pool for host in cluster.hosts.values()}
     for index, spec in enumerate(specs):
         if known and spec.pool not in known and job.may_wait != "pool":
+            if shell.now_s() < cluster.joined_s + _JOINING_S:
+                raise ResourceError(
+                    f"no node of pool {spec.pool!r} is up, and nodes are still joining the mesh",
+                    field=field.format(index),
+                    remedy=f"ask again; {_JOINING_S:.0f} s after the last node this is an error, "
+                    'unless may_wait is "pool"',
+                )
             raise CallerError(
                 f"there is no pool {spec.pool!r}: no node of it has ever been up",
                 code=Code.NOT_FOUND,

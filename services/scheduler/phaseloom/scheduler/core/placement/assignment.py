@@ -97,6 +97,8 @@ def node_up(step: Step, event: NodeUp) -> None:
         device_bytes=min((device.memory_bytes for device in event.devices), default=0),
         rollout_slowdowns=_rollout_slowdowns(step, event.node),
     )
+    if event.node not in step.state.cluster.hosts:
+        step.state.cluster.joined_s = step.now_s
     groups.host_up(step.state.cluster, host)
     leave = step.state.closing.get(event.node)
     if leave is not None and leave.is_drained:

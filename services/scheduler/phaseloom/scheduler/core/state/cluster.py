@@ -180,6 +180,8 @@ class Cluster(msgspec.Struct):
     num_groups: int = 0
     """Number of groups created so far. Names the next group."""
     now_s: float = 0.0
+    joined_s: float = 0.0
+    """When the newest node was up for the first time."""
 
 
 class Placed(msgspec.Struct, frozen=True):
