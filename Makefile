@@ -105,7 +105,7 @@ test: $(VENV)/.test
 $(SUBJECTS:%=test-%): test-%: $(VENV)/.test
 	$(PYTEST) $(TESTS_$*) $(ARGS)
 
-## test-long: whole clusters, every paper and every architecture; takes minutes, too
+## test-long: whole clusters, floods, every paper and every architecture; takes minutes, too
 test-long: LENGTH := long
 test-long: $(VENV)/.test
 	$(PYTEST) $(ARGS)

@@ -19,6 +19,8 @@ from tests.support.partranks import VERSION, arrays, publish, start_part_ranks
 from tests.support.readversions import open_version
 from tests.support.statedaemon import POLICY, SAMPLER, Daemon, MiB, Rank, daemon, start
 
+pytestmark = pytest.mark.long
+
 ONE_COPY = 1.06
 """Less than so many copies are one: headers and what two hosts say to one another come with it."""
 NUM_FAR = 3

@@ -26,7 +26,11 @@ from tests.support.gateway import OTHER, Served, serving
 from tests.support.jobs import TENANT
 from tests.support.pretrained import save_model
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(240),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 TEMPLATES = {
     "endless": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "huge": "{{ 'a' * 10**10 }}",

@@ -38,6 +38,8 @@ from phaseloom.simulator.nodes import PoolSpec
 from phaseloom.simulator.world import World
 from tests.unit.simulator.builders import config
 
+pytestmark = pytest.mark.long
+
 QUANTUM_S = 2.0
 HOLD_S = 1.0
 IN_TURNS = ["fcfs", "fifo_lock", "lrs", "round_robin"]
