@@ -26,7 +26,7 @@ _ROUNDED = 2**20
 
 
 class Footprint:
-    """What a model needs on a device."""
+    """Memory that a model needs on a device, in bytes."""
 
     def __init__(self, name: str, directory: Path) -> None:
         headers = check_directory(directory, f"mesh.models.{name}")

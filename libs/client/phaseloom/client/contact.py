@@ -13,7 +13,7 @@ _NOTICE_EVERY_S = 60.0
 
 
 class Contact:
-    """What a connection knows of its mesh: whether it answers.
+    """Whether the mesh of a connection answers.
 
     Args: patience_s: how long calls and open operations wait for an answer.
     """
